@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvprobe.recordings.model import Recording
-    from kvprobe.recordings.window import ServingWindow
+    from kvprobe.recordings.serving import ServingWindow
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "corpus"))
 
@@ -117,7 +117,7 @@ def judge(path: Path, program: str, form: str, scratch: Path) -> dict[str, Any]:
     from kvprobe.diagnosis import examine
     from kvprobe.diagnosis.verdict import of_recording
     from kvprobe.recordings import open_recording
-    from kvprobe.recordings.window import recorded_span, serving_window
+    from kvprobe.recordings.serving import recorded_span, serving_window
 
     said = json.loads(path.with_name(f"{program}.truth.json").read_text())
     plain = unpack(path, scratch)
@@ -183,7 +183,7 @@ def mistakes(said: dict[str, Any], form: str) -> list[str]:
 
 def own_window(recording: Recording, said: dict[str, Any]) -> ServingWindow:
     """From where the program's own work began to where it ended, on the clock of `kvprobe run`."""
-    from kvprobe.recordings.window import recorded_span, serving_window
+    from kvprobe.recordings.serving import recorded_span, serving_window
 
     first, last = recorded_span(recording)
     end = min(said.get("end_ns", last), last)

@@ -44,7 +44,7 @@ ORDER = (
     "cli",
 )
 SMALL = ("errors", "version", "environment")  # single files that every module may import: left out of the drawing
-JUDGE = ("launchqueue.constants", "launchqueue.evidence", "launchqueue.judge", "launchqueue.window")
+JUDGE = ("launchqueue.constants", "launchqueue.evidence", "launchqueue.judge", "launchqueue.call_counts")
 ENTRANCES = ("__init__", "__main__")  # re-export and start; nothing imports them
 
 

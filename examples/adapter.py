@@ -11,7 +11,7 @@ import types
 from typing import Any
 
 from kvprobe.instrument import event_log
-from kvprobe.instrument.calls import Timed, TimedCalls, timed
+from kvprobe.instrument.calls import TimedCalls, TimedFunction, timed
 
 toy = types.ModuleType("toyserver.cache")
 exec("def swap_in(blocks, block_bytes=4096):\n    return len(blocks)\n", toy.__dict__)
@@ -23,7 +23,9 @@ class SwapIn(TimedCalls):
     name, versions = "toyserver.cache", ">=1,<2"
     timed = (timed("toyserver.cache", "swap_in", ("blocks",), "load", "waits for its copies"),)
 
-    def describe(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:
+    def describe(
+        self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> dict[str, Any]:
         """What the call moved."""
         return {"copies": result, "bytes": result * kwargs.get("block_bytes", 4096)}
 

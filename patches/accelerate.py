@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from kvprobe.instrument.adapter import Target
-from kvprobe.instrument.calls import Timed, TimedCalls, tensor_bytes, timed
+from kvprobe.instrument.calls import TimedCalls, TimedFunction, tensor_bytes, timed
 from kvprobe.instrument.hooks import Call, Patcher
 
 
@@ -44,12 +44,12 @@ class AlignDevices(TimedCalls):
             forward[1].append((time.monotonic_ns() - start, tensor_bytes(value), pageable, blocking))
         return result
 
-    def before(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The module, and the copies of this forward: took ns, bytes, pageable, blocking."""
         copies: list[tuple[int, int, bool, bool]] = []
         return args[1], copies
 
-    def after(self, entry: Timed, remembered: Any) -> dict[str, Any]:
+    def after(self, entry: TimedFunction, remembered: Any) -> dict[str, Any]:
         """The sum over the module's parameters."""
         module, copies = remembered
         pageable = sum(c[2] for c in copies)
@@ -80,13 +80,13 @@ class ModelOffload(TimedCalls):
         timed("accelerate.hooks", "CpuOffload.init_hook", ("module",), "store"),
     )
 
-    def before(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Where each parameter and buffer of the module is; its tensors change in place when it moves."""
         module = kwargs["module"] if "module" in kwargs else args[1]
         held = [*module.parameters(), *module.buffers()]
         return module, [(tensor.device, tensor.device.type == "cpu" and not tensor.is_pinned()) for tensor in held]
 
-    def after(self, entry: Timed, remembered: Any) -> dict[str, Any]:
+    def after(self, entry: TimedFunction, remembered: Any) -> dict[str, Any]:
         """What has another device now has moved; of a load, what came from pageable memory."""
         module, held = remembered
         now = [*module.parameters(), *module.buffers()]

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from kvprobe.instrument.adapter import Target
-from kvprobe.instrument.calls import Timed, TimedCalls, tensor_bytes, timed
+from kvprobe.instrument.calls import TimedCalls, TimedFunction, tensor_bytes, timed
 from kvprobe.instrument.hooks import Call, Patcher
 
 _MODULE = "diffusers.hooks.group_offloading"
@@ -51,7 +51,9 @@ class GroupOffload(TimedCalls):
             )
         return result
 
-    def describe(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:
+    def describe(
+        self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> dict[str, Any]:
         """What the group holds, and which of its settings makes the host wait."""
         group = args[0]
         tensors = [p for m in group.modules for p in m.parameters()]

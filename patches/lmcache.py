@@ -13,7 +13,7 @@ from typing import Any
 from kvprobe.instrument import event_log, metrics
 from kvprobe.instrument.adapter import Adapter, Target
 from kvprobe.instrument.benefit import BenefitTotals
-from kvprobe.instrument.calls import Timed, TimedCalls, tensor_bytes, timed
+from kvprobe.instrument.calls import TimedCalls, TimedFunction, tensor_bytes, timed
 from kvprobe.instrument.hooks import Call, Patcher
 
 from .lmcache_server import EngineDriven, Server, ServerOffload, object_bytes, tell
@@ -56,7 +56,9 @@ class Connectors(TimedCalls):
         *_connector("TRTLLMGPUConnector", "", ""),
     )
 
-    def describe(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:
+    def describe(
+        self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> dict[str, Any]:
         """Chunks and bytes of what was moved, as far as the arguments show it."""
         objects = kwargs.get("memory_objs")
         if objects is None and len(args) > 1 and isinstance(args[1], list | tuple):
@@ -87,7 +89,9 @@ class MultiProcessWorker(TimedCalls):
         timed(_copies, "scatter_cpu_to_paged_kv", ("kv_caches", "block_ids", "chunks", "blocks_per_chunk"), "load"),
     )
 
-    def describe(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:
+    def describe(
+        self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> dict[str, Any]:
         """Requests and blocks that were handed over; bytes of what the worker copied."""
         if entry.target.module == self._copies:
             chunks = result if entry.direction == "store" else kwargs.get("chunks", args[2] if len(args) > 2 else ())

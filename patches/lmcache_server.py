@@ -18,7 +18,7 @@ from typing import Any
 from kvprobe.instrument import event_log, metrics, step_log
 from kvprobe.instrument.adapter import Adapter, Target
 from kvprobe.instrument.benefit import BenefitTotals
-from kvprobe.instrument.calls import Timed, TimedCalls, timed
+from kvprobe.instrument.calls import TimedCalls, TimedFunction, timed
 from kvprobe.instrument.hooks import Call, Patcher
 
 _GROUPS = "lmcache.v1.multiprocess.object_group_transfer"
@@ -64,7 +64,9 @@ class Server(TimedCalls):
         ),
     )
 
-    def describe(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:
+    def describe(
+        self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> dict[str, Any]:
         """Chunks, bytes and the direction that was asked for."""
         objects = kwargs.get("memory_objs", args[2] if len(args) > 2 else None)
         way = str(kwargs.get("direction", args[-1] if len(args) > 5 else "")).upper()
@@ -99,7 +101,9 @@ class EngineDriven(TimedCalls):
         ),
     )
 
-    def describe(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:
+    def describe(
+        self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> dict[str, Any]:
         """Chunks and their bytes: in the message itself, or in the places of the shared memory that it names."""
         if entry.target.path.endswith("commit_store"):
             inline = kwargs["cpu_data"] if "cpu_data" in kwargs else args[3]

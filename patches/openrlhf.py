@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvprobe.instrument.calls import Timed, TimedCalls, timed
+from kvprobe.instrument.calls import TimedCalls, TimedFunction, timed
 
 _MODULE = "openrlhf.utils.deepspeed.deepspeed_utils"
 
@@ -23,7 +23,9 @@ class DeepSpeedStates(TimedCalls):
         timed(_MODULE, "reload_deepspeed_states", ("model",), "load"),
     )
 
-    def describe(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:
+    def describe(
+        self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> dict[str, Any]:
         """The phase, after the function's name."""
         return {"phase": f"{entry.target.path.partition('_')[0]}: DeepSpeed states"}
 

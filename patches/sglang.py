@@ -14,7 +14,7 @@ from typing import Any
 
 from kvprobe.instrument import installation
 from kvprobe.instrument.adapter import Target
-from kvprobe.instrument.calls import NOTHING, Timed, TimedCalls, timed
+from kvprobe.instrument.calls import NOTHING, TimedCalls, TimedFunction, timed
 from kvprobe.instrument.handover import CopyAdapter, TransferEvents, TransferPart
 from kvprobe.instrument.hooks import Call, Patcher
 from kvprobe.instrument.submissions import POOLED, Rung
@@ -265,7 +265,7 @@ class Controller(TimedCalls):
         timed(_CONTROLLER, "HiCacheController.move_indices", ("host_indices", "device_indices"), "both"),
     )
 
-    def before(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Both starts are called in every step, idle ones included: there the bursts that have ended are noticed."""
         name = entry.target.path.rpartition(".")[2]
         if name == "move_indices":
@@ -275,7 +275,9 @@ class Controller(TimedCalls):
             transfers.poll()
         return None if getattr(args[0], "write_queue" if name == "start_writing" else "load_queue") else NOTHING
 
-    def describe(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:
+    def describe(
+        self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> dict[str, Any]:
         """Why moving indices waits."""
         if not entry.target.path.endswith("move_indices"):
             return {}

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvprobe.instrument import event_log, metrics
 from kvprobe.instrument.adapter import Adapter, Target
 from kvprobe.instrument.benefit import BenefitTotals
-from kvprobe.instrument.calls import Timed, TimedCalls, timed
+from kvprobe.instrument.calls import TimedCalls, TimedFunction, timed
 from kvprobe.instrument.hooks import Call, Patcher
 
 _CONTROLLER = "sglang.srt.managers.cache_controller"
@@ -40,12 +40,12 @@ class Storage(TimedCalls):
         timed(_CONTROLLER, "HiCacheController._page_backup", ("operation",), "store", "on the backup thread"),
     )
 
-    def before(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Tokens that were done before: an operation may be continued."""
         operation = kwargs["operation"] if "operation" in kwargs else args[1]
         return args[0], operation, int(operation.completed_tokens)
 
-    def after(self, entry: Timed, remembered: Any) -> dict[str, Any]:
+    def after(self, entry: TimedFunction, remembered: Any) -> dict[str, Any]:
         """Pages and bytes that were moved."""
         controller, operation, done = remembered
         tokens = max(0, int(operation.completed_tokens) - done)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvprobe.instrument.calls import Timed, TimedCalls, timed
+from kvprobe.instrument.calls import TimedCalls, TimedFunction, timed
 
 _MODULE = "sglang.srt.managers.scheduler_components.weight_updater"
 
@@ -23,7 +23,9 @@ class MemoryOccupation(TimedCalls):
         timed(_MODULE, "SchedulerWeightUpdaterManager.resume_memory_occupation", ("recv_req",), "load"),
     )
 
-    def describe(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:
+    def describe(
+        self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> dict[str, Any]:
         """The phase in SGLang's own words."""
         request = kwargs["recv_req"] if "recv_req" in kwargs else args[1]
         what = entry.target.path.rpartition(".")[2].replace("_", " ")

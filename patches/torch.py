@@ -16,7 +16,7 @@ from typing import Any
 
 from kvprobe.environment import FIX
 from kvprobe.instrument.adapter import Target
-from kvprobe.instrument.calls import NOTHING, Timed, TimedCalls, timed
+from kvprobe.instrument.calls import NOTHING, TimedCalls, TimedFunction, timed
 from kvprobe.instrument.device import device_of
 from kvprobe.instrument.hooks import Call, Patcher
 from kvprobe.instrument.staged import StagedCopies, Turns
@@ -71,7 +71,7 @@ class ModuleMoves(TimedCalls):
         """Under auto it moves tensors whether anybody listens or not."""
         return self._cures or super().heard()
 
-    def before(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Where to; nothing to tell where a call moves nothing, or another one around it does."""
         if self.running() is not None:
             return NOTHING
@@ -90,7 +90,7 @@ class ModuleMoves(TimedCalls):
         plain = dtype is None and memory_format is None and not (non_blocking and device.type == "cpu")
         return _Move(device, plain, f"{said}: {device.type}")
 
-    def after(self, entry: Timed, remembered: Any) -> Any:
+    def after(self, entry: TimedFunction, remembered: Any) -> Any:
         """What moved; a small module is no event."""
         if remembered.bytes < TOLD_BYTES:
             return NOTHING

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvprobe.instrument.calls import Timed, TimedCalls, timed
+from kvprobe.instrument.calls import TimedCalls, TimedFunction, timed
 
 _MODULE = "torch_memory_saver.entrypoint"
 
@@ -24,7 +24,9 @@ class PauseResume(TimedCalls):
         timed(_MODULE, "TorchMemorySaver.resume", ("tag",), "load"),
     )
 
-    def describe(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:
+    def describe(
+        self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> dict[str, Any]:
         """The phase in its own words; its bytes only the compiled part knows."""
         what = entry.target.path.rpartition(".")[2]
         tag = kwargs.get("tag", args[1] if len(args) > 1 else None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvprobe.instrument.calls import Timed, TimedCalls, tensor_bytes, timed
+from kvprobe.instrument.calls import TimedCalls, TimedFunction, tensor_bytes, timed
 
 from .transformers_steps import Steps
 
@@ -25,7 +25,9 @@ class OffloadedCache(TimedCalls):
         timed("transformers.cache_utils", "Cache.offload", ("layer_idx", "only_non_sliding"), "store"),
     )
 
-    def describe(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:
+    def describe(
+        self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> dict[str, Any]:
         """Bytes of the layer; for a prefetch, of the layer that is fetched if it is the one asked for."""
         cache = args[0]
         index = kwargs["layer_idx"] if "layer_idx" in kwargs else args[1]
@@ -46,11 +48,11 @@ class ContinuousBatching(TimedCalls):
         timed(_MANAGER, "OffloadingManager.restore_scheduled_requests", ("requests_in_batch",), "load"),
     )
 
-    def before(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """How many blocks each allocator holds on the CPU side, before."""
         return args[0], self._held(args[0])
 
-    def after(self, entry: Timed, remembered: Any) -> dict[str, Any]:
+    def after(self, entry: TimedFunction, remembered: Any) -> dict[str, Any]:
         """The difference is what moved."""
         manager, held = remembered
         now = self._held(manager)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvprobe.instrument.calls import Timed, TimedCalls, timed
+from kvprobe.instrument.calls import TimedCalls, TimedFunction, timed
 
 _FSDP, _MEGATRON = "verl.utils.fsdp_utils", "verl.utils.megatron_utils"
 
@@ -17,7 +17,9 @@ _FSDP, _MEGATRON = "verl.utils.fsdp_utils", "verl.utils.megatron_utils"
 class _Moves(TimedCalls):
     """Functions `offload_WHAT` and `load_WHAT`."""
 
-    def describe(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:
+    def describe(
+        self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> dict[str, Any]:
         """The phase, after the function's name."""
         what, _, rest = entry.target.path.partition("_")
         return {"phase": f"{what}: {rest.removesuffix('_to_cpu').removesuffix('_to_gpu').replace('_', ' ')}"}

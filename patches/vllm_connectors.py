@@ -14,7 +14,7 @@ from typing import Any
 
 from kvprobe.instrument import event_log, metrics
 from kvprobe.instrument.adapter import Adapter, Target
-from kvprobe.instrument.calls import Timed, TimedCalls, timed
+from kvprobe.instrument.calls import TimedCalls, TimedFunction, timed
 from kvprobe.instrument.hooks import Call, Patcher
 
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
@@ -83,7 +83,9 @@ class Mooncake(TimedCalls):
         ),
     )
 
-    def describe(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:
+    def describe(
+        self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> dict[str, Any]:
         """Descriptors and bytes; a transfer that failed moved none."""
         lengths = kwargs["lengths"] if "lengths" in kwargs else args[4]
         return {"copies": len(lengths), "bytes": sum(lengths) if result == 0 else 0}
@@ -132,7 +134,9 @@ class DiskTier(TimedCalls):
         timed(_IO, "batch_store_block", _batch, "store"),
     )
 
-    def describe(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:
+    def describe(
+        self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> dict[str, Any]:
         """What the batch asked for; a store leaves out blocks whose file is there already."""
         given = {**dict(zip(self._batch, args, strict=False)), **kwargs}
         return {"copies": len(given["paths"]), "bytes": len(given["paths"]) * int(given["block_size"])}

@@ -17,7 +17,7 @@ from typing import Any
 
 from kvprobe.environment import FIX
 from kvprobe.instrument.adapter import Target
-from kvprobe.instrument.calls import Timed, TimedCalls, timed
+from kvprobe.instrument.calls import TimedCalls, TimedFunction, timed
 from kvprobe.instrument.hooks import Call, Patcher
 
 _COPIED = ("weights", "runtime", "cudagraph")  # by a sleep of level 1
@@ -53,7 +53,7 @@ class SleepMode(TimedCalls):
 
         patcher.wrap(owner, "_python_malloc_callback", allocated)
 
-    def before(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """How it was called, and of the allocator how much it keeps; a worker's call learns from the allocator's."""
         outer = self.running()
         given = _given(entry, args, kwargs)
@@ -63,7 +63,7 @@ class SleepMode(TimedCalls):
             outer["tags"] = given
         return {"given": given, "allocator": args[0], "kept": _kept(args[0])}
 
-    def after(self, entry: Timed, remembered: Any) -> dict[str, Any]:
+    def after(self, entry: TimedFunction, remembered: Any) -> dict[str, Any]:
         """The phase in vLLM's own words; of the allocator, the bytes that it keeps now and did not before, or back."""
         given = remembered["given"]
         allocator = remembered.get("allocator")
@@ -86,7 +86,7 @@ def _listener() -> Callable[[int], Any] | None:
     return told
 
 
-def _given(entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _given(entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = (entry.target.parameters or ("",))[0]
     default = 1 if name == "level" else None
     return args[1] if len(args) > 1 else kwargs.get(name, default)

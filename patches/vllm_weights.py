@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from kvprobe.instrument import event_log
-from kvprobe.instrument.calls import Timed, TimedCalls, timed
+from kvprobe.instrument.calls import TimedCalls, TimedFunction, timed
 from kvprobe.instrument.device import device_of
 from kvprobe.instrument.hooks import Call, Patcher
 
@@ -151,11 +151,11 @@ class WeightUva(TimedCalls):
     summary = "Says how many bytes of weights stay in CPU memory, and whether kernels read them there."
     timed = (timed(_UVA, "UVAOffloader._maybe_offload_to_cpu", ("module",), "store"),)
 
-    def before(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """How much was offloaded already."""
         return args[0], int(args[0].cpu_offload_bytes)
 
-    def after(self, entry: Timed, remembered: Any) -> dict[str, Any]:
+    def after(self, entry: TimedFunction, remembered: Any) -> dict[str, Any]:
         """What this module adds, and what it will cost."""
         offloader, had = remembered
         if offloader.uva_offloading:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvprobe.instrument.calls import Timed, TimedCalls, timed
+from kvprobe.instrument.calls import TimedCalls, TimedFunction, timed
 
 
 class SwapIn(TimedCalls):
@@ -14,7 +14,9 @@ class SwapIn(TimedCalls):
     summary = "Times swap_in and counts the blocks that it moves."
     timed = (timed("toyserver.cache", "swap_in", ("blocks",), "load", "waits for its copies"),)
 
-    def describe(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:
+    def describe(
+        self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> dict[str, Any]:
         """What the call moved."""
         return {"copies": result}
 

@@ -11,7 +11,7 @@ from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.model import Array, RangeStyle
 
-__all__ = ["PAUSE_NS", "Threads", "ThreadTimeline"]
+__all__ = ["PAUSE_NS", "ThreadTimeline", "Threads"]
 
 # A thread that makes no call for so long, and of which nothing else is seen, was asked for nothing: to prepare a step
 # takes some milliseconds.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvprobe.diagnosis import Examination
     from kvprobe.recordings.model import Recording
     from kvprobe.recordings.occupancy import Occupancy
-    from kvprobe.recordings.window import ServingWindow
+    from kvprobe.recordings.serving import ServingWindow
     from kvprobe.reporting.inputs import Input
 
 __all__ = [
@@ -97,7 +97,7 @@ class WindowOptions:
         Raises:
             UsageError: it means nothing, or nothing of the recording lies in it.
         """
-        from kvprobe.recordings.window import serving_window
+        from kvprobe.recordings.serving import serving_window
 
         return serving_window(recording, *self.check(), self.within)
 
@@ -107,7 +107,7 @@ class WindowOptions:
         Raises:
             UsageError: it is no time.
         """
-        from kvprobe.recordings.window import parse_time
+        from kvprobe.recordings.serving import parse_time
 
         begin = parse_time(self.begin, "--from") if self.begin is not None else None
         return begin, parse_time(self.end, "--to") if self.end is not None else None

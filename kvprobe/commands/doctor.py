@@ -37,7 +37,7 @@ SCALES = ("0.25x", "0.5x", "2x", "4x")  # other values of CUDA_SCALE_LAUNCH_QUEU
 
 
 @dataclass(frozen=True)
-class Checked:
+class Check:
     """One thing that was looked at.
 
     Attributes:
@@ -77,7 +77,7 @@ def command(device: str, as_json: bool) -> None:
         raise click.exceptions.Exit(1)
 
 
-def examine(device: str) -> Iterator[Checked]:
+def examine(device: str) -> Iterator[Check]:
     """All lines; what cannot be looked at is a line too."""
     gpus, reason = _devices()
     yield from _gpu(gpus, reason)
@@ -96,12 +96,12 @@ def examine(device: str) -> Iterator[Checked]:
     yield from _servers()
 
 
-def _guarded(topic: str, name: str, look: Callable[[], Iterator[Checked]]) -> Iterator[Checked]:
+def _guarded(topic: str, name: str, look: Callable[[], Iterator[Check]]) -> Iterator[Check]:
     """A look that fails is a line, not the end."""
     try:
         yield from look()
     except (KvprobeError, OSError) as error:
-        yield Checked(
+        yield Check(
             topic,
             name,
             f"failed: {error}",
@@ -119,27 +119,27 @@ def _devices() -> tuple[list[dict[str, Any]], str]:
     return devices()
 
 
-def _gpu(gpus: list[dict[str, Any]], reason: str) -> Iterator[Checked]:
+def _gpu(gpus: list[dict[str, Any]], reason: str) -> Iterator[Check]:
     from kvprobe.cuda.runtime import gpu_present
     from kvprobe.probe.device import link_state
 
     if not gpus:
         if gpu_present():
-            yield Checked("device", "GPU", f"present, but {reason}", BAD, "repair the driver or its libraries")
+            yield Check("device", "GPU", f"present, but {reason}", BAD, "repair the driver or its libraries")
         else:
-            yield Checked("device", "GPU", "none", NOTE, "kvprobe runs on its embedded host runtime: --device host")
+            yield Check("device", "GPU", "none", NOTE, "kvprobe runs on its embedded host runtime: --device host")
         return
-    yield Checked("device", "driver", str(gpus[0].get("driver", "?")), GOOD)
+    yield Check("device", "driver", str(gpus[0].get("driver", "?")), GOOD)
     for gpu in gpus:
         link, name = link_state(gpu), f"GPU {gpu['device']}"
         total = gpu.get("memory_total_bytes", 0) / 1e9
-        yield Checked("device", name, f"{gpu.get('name', '?')}, {total:.0f} GB, {gpu.get('pci', '')}", GOOD)
+        yield Check("device", name, f"{gpu.get('name', '?')}, {total:.0f} GB, {gpu.get('pci', '')}", GOOD)
         if link.max_gen and link.max_width:
             verdict = BAD if link.degraded else GOOD
             text = f"Gen{link.gen} x{link.width} of Gen{link.max_gen} x{link.max_width}"
-            yield Checked("link", f"{name} PCIe", text, verdict, link.note)
+            yield Check("link", f"{name} PCIe", text, verdict, link.note)
         if gpu.get("throttle"):
-            yield Checked(
+            yield Check(
                 "device",
                 f"{name} clocks",
                 f"throttled by {', '.join(gpu['throttle'])}",
@@ -148,11 +148,11 @@ def _gpu(gpus: list[dict[str, Any]], reason: str) -> Iterator[Checked]:
             )
 
 
-def _torch(device: str) -> Iterator[Checked]:
+def _torch(device: str) -> Iterator[Check]:
     try:
         found = metadata.distribution("torch")
     except metadata.PackageNotFoundError:
-        yield Checked(
+        yield Check(
             "device",
             "torch",
             "not installed here",
@@ -166,35 +166,33 @@ def _torch(device: str) -> Iterator[Checked]:
             if text.startswith("cuda"):
                 built = text.rsplit("=", 1)[1].strip().strip("'\"")
     if built in ("", "None"):
-        yield Checked("device", "torch", f"{found.version}, built without CUDA", NOTE, "a GPU needs a CUDA build")
+        yield Check("device", "torch", f"{found.version}, built without CUDA", NOTE, "a GPU needs a CUDA build")
     else:
-        yield Checked("device", "torch", f"{found.version}, built for CUDA {built}", GOOD)
+        yield Check("device", "torch", f"{found.version}, built for CUDA {built}", GOOD)
     if device == "cuda":
         try:
             import torch
         except Exception as error:  # whatever a broken one raises
             said = str(error) or type(error).__name__
-            yield Checked("device", "torch.cuda", f"torch cannot be imported: {said}", BAD, "install torch again")
+            yield Check("device", "torch.cuda", f"torch cannot be imported: {said}", BAD, "install torch again")
             return
         if torch.cuda.is_available():
-            yield Checked("device", "torch.cuda", f"sees {torch.cuda.device_count()} device(s)", GOOD)
+            yield Check("device", "torch.cuda", f"sees {torch.cuda.device_count()} device(s)", GOOD)
         else:
-            yield Checked(
-                "device", "torch.cuda", "sees no device", BAD, "driver too old for this build, or a CPU build"
-            )
+            yield Check("device", "torch.cuda", "sees no device", BAD, "driver too old for this build, or a CPU build")
 
 
-def _runtime(device: str) -> tuple[Runtime | None, Checked]:
+def _runtime(device: str) -> tuple[Runtime | None, Check]:
     from kvprobe.cuda import find_runtime
 
     try:
         runtime = find_runtime(device)
         driver = runtime.driver_version()
     except KvprobeError as error:
-        return None, Checked("device", "CUDA runtime", str(error), BAD, "nothing can be measured without a runtime")
+        return None, Check("device", "CUDA runtime", str(error), BAD, "nothing can be measured without a runtime")
     version = f"{runtime.version // 1000}.{runtime.version % 1000 // 10}"
     if runtime.provider == "host":
-        return runtime, Checked(
+        return runtime, Check(
             "device",
             "CUDA runtime",
             f"the embedded host runtime ({version})",
@@ -203,7 +201,7 @@ def _runtime(device: str) -> tuple[Runtime | None, Checked]:
         )
     value = f"{version} at {runtime.path}; the driver takes up to {driver // 1000}.{driver % 1000 // 10}"
     newer = runtime.version // 1000 > driver // 1000
-    return runtime, Checked(
+    return runtime, Check(
         "device",
         "CUDA runtime",
         value,
@@ -212,11 +210,11 @@ def _runtime(device: str) -> tuple[Runtime | None, Checked]:
     )
 
 
-def _queue(runtime: Runtime) -> Iterator[Checked]:
+def _queue(runtime: Runtime) -> Iterator[Check]:
     from kvprobe.launchqueue import calibrate
 
     limits = calibrate(runtime, cache=False)
-    yield Checked(
+    yield Check(
         "launch queue",
         "depth",
         f"{limits.depth:,} operations a stream, then the caller waits",
@@ -228,7 +226,7 @@ def _queue(runtime: Runtime) -> Iterator[Checked]:
         if limits.channels >= 8
         else "set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts, so that fewer streams share a channel"
     )
-    yield Checked(
+    yield Check(
         "launch queue",
         "channels",
         f"{limits.channels}, shared by all streams; together they hold {limits.capacity:,}",
@@ -237,7 +235,7 @@ def _queue(runtime: Runtime) -> Iterator[Checked]:
     )
     value = f"{limits.baseline_ns / 1e3:.2f} µs while the queue has free slots, p99 {limits.p99_ns / 1e3:.2f} µs"
     quick = limits.baseline_ns < 5_000
-    yield Checked(
+    yield Check(
         "launch queue",
         "submission",
         value,
@@ -246,7 +244,7 @@ def _queue(runtime: Runtime) -> Iterator[Checked]:
     )
 
 
-def _bandwidth(runtime: Runtime, gpus: list[dict[str, Any]]) -> Iterator[Checked]:
+def _bandwidth(runtime: Runtime, gpus: list[dict[str, Any]]) -> Iterator[Check]:
     from kvprobe.cuda.copies import copy_rate
     from kvprobe.cuda.memory import Buffer
 
@@ -260,14 +258,14 @@ def _bandwidth(runtime: Runtime, gpus: list[dict[str, Any]]) -> Iterator[Checked
             rate = copy_rate(runtime, dst.address, src.address, size, kind)
             value = f"{rate / 1e9:.1f} GB/s for {size >> 20} MiB, pinned"
             if not limit:
-                yield Checked(
+                yield Check(
                     "link", kind.upper(), value, UNKNOWN, "the link's speed is not known, so this is not compared"
                 )
                 continue
             enough = rate >= NEAR_LINK * limit
             value += f"; the link can carry {limit / 1e9:.1f}"
             todo = "" if enough else "check NUMA placement below, PCIe lanes above, and other users of the switch"
-            yield Checked("link", kind.upper(), value, GOOD if enough else BAD, todo)
+            yield Check("link", kind.upper(), value, GOOD if enough else BAD, todo)
     finally:
         device.close()
         host.close()
@@ -276,23 +274,23 @@ def _bandwidth(runtime: Runtime, gpus: list[dict[str, Any]]) -> Iterator[Checked
 # -- environment and memory --------------------------------------------------------------------------------------------
 
 
-def _environment() -> Iterator[Checked]:
+def _environment() -> Iterator[Check]:
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS"):
         value = os.environ.get(name)
         if value is None:
-            yield Checked("environment", name, "not set", GOOD, "the channels above are the default; 32 at most")
+            yield Check("environment", name, "not set", GOOD, "the channels above are the default; 32 at most")
         elif not (value.isascii() and value.isdigit() and 1 <= int(value) <= 32):
-            yield Checked("environment", name, value, BAD, "not a number from 1 to 32: the driver ignores it")
+            yield Check("environment", name, value, BAD, "not a number from 1 to 32: the driver ignores it")
         else:
             few = int(value) < 4
             todo = "with so few channels streams wait for each other; raise it unless something needs it" if few else ""
-            yield Checked("environment", name, value, BAD if few else GOOD, todo)
+            yield Check("environment", name, value, BAD if few else GOOD, todo)
     yield _scale(os.environ.get("CUDA_SCALE_LAUNCH_QUEUES"))
     loading = os.environ.get("CUDA_MODULE_LOADING")
     if loading == "EAGER":
-        yield Checked("environment", "CUDA_MODULE_LOADING", loading, GOOD)
+        yield Check("environment", "CUDA_MODULE_LOADING", loading, GOOD)
     else:
-        yield Checked(
+        yield Check(
             "environment",
             "CUDA_MODULE_LOADING",
             loading or "not set (lazy)",
@@ -304,22 +302,20 @@ def _environment() -> Iterator[Checked]:
     rest = [part for part in preload.replace(":", " ").split() if part not in ours]
     missing = [part for part in rest if "/" in part and not Path(part).exists()]
     if missing:
-        yield Checked("environment", "LD_PRELOAD", preload, BAD, f"{missing[0]} does not exist")
+        yield Check("environment", "LD_PRELOAD", preload, BAD, f"{missing[0]} does not exist")
     elif ours:
-        yield Checked("environment", "LD_PRELOAD", preload, GOOD, "this process is being recorded")
+        yield Check("environment", "LD_PRELOAD", preload, GOOD, "this process is being recorded")
     else:
-        yield Checked("environment", "LD_PRELOAD", preload or "not set", GOOD)
+        yield Check("environment", "LD_PRELOAD", preload or "not set", GOOD)
     for name in ("CUDA_INJECTION64_PATH", "NVTX_INJECTION64_PATH"):
         if os.environ.get(name):
-            yield Checked(
-                "environment", name, os.environ[name], GOOD, "set by a profiler, whose cost is in every figure"
-            )
+            yield Check("environment", name, os.environ[name], GOOD, "set by a profiler, whose cost is in every figure")
     for variable in VARIABLES:
         text, problem = variable.text, variable.problem()
         value = f"{_shown(variable.default)} (default)" if text is None else f"{text} (environment)"
-        yield Checked("environment", variable.name, value, BAD if problem else GOOD, problem)
+        yield Check("environment", variable.name, value, BAD if problem else GOOD, problem)
     for name in unknown():
-        yield Checked("environment", name, os.environ[name], BAD, "kvprobe has no such variable: a typing error?")
+        yield Check("environment", name, os.environ[name], BAD, "kvprobe has no such variable: a typing error?")
 
 
 def _shown(value: Any) -> str:
@@ -328,15 +324,15 @@ def _shown(value: Any) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
 
 
-def _scale(value: str | None) -> Checked:
+def _scale(value: str | None) -> Check:
     name = "CUDA_SCALE_LAUNCH_QUEUES"
     if value is None:
-        return Checked("environment", name, "not set (1x)", GOOD)
+        return Check("environment", name, "not set (1x)", GOOD)
     if value not in SCALES:
-        return Checked("environment", name, value, BAD, f"counts as 1x: it must be one of {', '.join(SCALES)}")
+        return Check("environment", name, value, BAD, f"counts as 1x: it must be one of {', '.join(SCALES)}")
     if value in ("2x", "4x"):
         jetson = platform.machine() == "aarch64" and Path("/etc/nv_tegra_release").exists()
-        return Checked(
+        return Check(
             "environment",
             name,
             value,
@@ -345,15 +341,15 @@ def _scale(value: str | None) -> Checked:
             if jetson
             else "never on a Jetson: anything over 1x hung there (llama.cpp issues 19219, 19230)",
         )
-    return Checked("environment", name, value, BAD, "the queue is smaller than it could be: unset it")
+    return Check("environment", name, value, BAD, "the queue is smaller than it could be: unset it")
 
 
-def _memory() -> Iterator[Checked]:
+def _memory() -> Iterator[Check]:
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if locked == resource.RLIM_INFINITY:
-        yield Checked("memory", "locked memory (ulimit -l)", "unlimited", GOOD)
+        yield Check("memory", "locked memory (ulimit -l)", "unlimited", GOOD)
     else:
-        yield Checked(
+        yield Check(
             "memory",
             "locked memory (ulimit -l)",
             f"{locked / (1 << 20):,.0f} MiB",
@@ -364,9 +360,9 @@ def _memory() -> Iterator[Checked]:
     available = _meminfo("MemAvailable")
     room = f"{available / 1e9:.1f} GB of host memory available" if available else "unknown"
     if limit is None:
-        yield Checked("memory", "cgroup limit", f"none; {room}", GOOD)
+        yield Check("memory", "cgroup limit", f"none; {room}", GOOD)
     else:
-        yield Checked(
+        yield Check(
             "memory",
             "cgroup limit",
             f"{limit / 1e9:.1f} GB ({where}); {room}",
@@ -375,7 +371,7 @@ def _memory() -> Iterator[Checked]:
         )
 
 
-def _pinned(runtime: Runtime | None) -> Iterator[Checked]:
+def _pinned(runtime: Runtime | None) -> Iterator[Check]:
     from kvprobe.cuda.pinning_trial import try_locking, try_pinning
 
     gpu = runtime is not None and runtime.provider == "cuda"
@@ -384,7 +380,7 @@ def _pinned(runtime: Runtime | None) -> Iterator[Checked]:
     how = "pinned" if gpu else "locked by mlock"
     if found.refusal:
         todo = "this is all that pinned pools and caches together can have" if gpu else "ulimit -l unlimited"
-        yield Checked("memory", PINNED, f"{size} {how} at once, more was refused: {found.refusal}", NOTE, todo)
+        yield Check("memory", PINNED, f"{size} {how} at once, more was refused: {found.refusal}", NOTE, todo)
         return
     bound = {
         "memory": "more was not tried: a quarter of what is free stays free",
@@ -392,7 +388,7 @@ def _pinned(runtime: Runtime | None) -> Iterator[Checked]:
         "most": "more was not tried",
     }[found.bound]
     todo = "" if gpu else "what a GPU's driver would refuse cannot be told without one"
-    yield Checked("memory", PINNED, f"at least {size} {how} at once; {bound}", GOOD if gpu else UNKNOWN, todo)
+    yield Check("memory", PINNED, f"at least {size} {how} at once; {bound}", GOOD if gpu else UNKNOWN, todo)
 
 
 def _cgroup_limit() -> tuple[int | None, str]:
@@ -426,21 +422,21 @@ def _meminfo(name: str) -> int:
     return 0
 
 
-def _numa(gpus: list[dict[str, Any]]) -> Iterator[Checked]:
+def _numa(gpus: list[dict[str, Any]]) -> Iterator[Check]:
     nodes = sorted(int(path.name[4:]) for path in Path("/sys/devices/system/node").glob("node[0-9]*"))
     mine = os.sched_getaffinity(0)
     if len(nodes) < 2:
-        yield Checked("memory", "NUMA", f"{len(nodes) or 1} node, {len(mine)} CPUs for this process", GOOD)
+        yield Check("memory", "NUMA", f"{len(nodes) or 1} node, {len(mine)} CPUs for this process", GOOD)
         return
     for gpu in gpus:
         pci = str(gpu.get("pci", "")).lower()[-12:]
         node = int(Path(f"/sys/bus/pci/devices/{pci}/numa_node").read_text())
         if node < 0:
-            yield Checked("memory", f"GPU {gpu['device']} NUMA", "not known", UNKNOWN, "ask nvidia-smi topo -m")
+            yield Check("memory", f"GPU {gpu['device']} NUMA", "not known", UNKNOWN, "ask nvidia-smi topo -m")
             continue
         near = _cpus(Path(f"/sys/devices/system/node/node{node}/cpulist").read_text())
         share = len(mine & near) / len(mine)
-        yield Checked(
+        yield Check(
             "memory",
             f"GPU {gpu['device']} NUMA",
             f"node {node}; {share:.0%} of this process's CPUs are there",
@@ -448,7 +444,7 @@ def _numa(gpus: list[dict[str, Any]]) -> Iterator[Checked]:
             "" if share > 0.99 else f"numactl --cpunodebind={node} --membind={node} COMMAND",
         )
     if not gpus:
-        yield Checked(
+        yield Check(
             "memory",
             "NUMA",
             f"{len(nodes)} nodes, {len(mine)} CPUs for this process",
@@ -470,18 +466,18 @@ def _cpus(text: str) -> set[int]:
 # -- tools -------------------------------------------------------------------------------------------------------------
 
 
-def _tools() -> Iterator[Checked]:
+def _tools() -> Iterator[Check]:
     from kvprobe.recordings.nsys_rep import find_importer, find_nsys
 
     nsys, importer = find_nsys(), find_importer()
     if nsys is None:
-        yield Checked("tools", "nsys", "not found", NOTE, "install Nsight Systems for `kvprobe run --nsys`")
+        yield Check("tools", "nsys", "not found", NOTE, "install Nsight Systems for `kvprobe run --nsys`")
     else:
         compute = "nsight-compute" in str(nsys)
         lacks = _missing_libraries(importer) if importer else []
         if lacks:
             package = "libdw1 (Debian, Ubuntu) or elfutils-libs" if "libdw.so.1" in lacks else "the package that has it"
-            yield Checked(
+            yield Check(
                 "tools",
                 "nsys",
                 f"{nsys}: it can record, but its QdstrmImporter lacks {', '.join(lacks)}",
@@ -489,7 +485,7 @@ def _tools() -> Iterator[Checked]:
                 f"install {package}; then .qdstrm files become .nsys-rep",
             )
         elif importer is None and compute:
-            yield Checked(
+            yield Check(
                 "tools",
                 "nsys",
                 f"{nsys} (Nsight Compute's): no QdstrmImporter beside it",
@@ -497,7 +493,7 @@ def _tools() -> Iterator[Checked]:
                 "it can record, but not make a report: install Nsight Systems",
             )
         else:
-            yield Checked("tools", "nsys", f"{nsys} (of Nsight Compute)" if compute else str(nsys), GOOD)
+            yield Check("tools", "nsys", f"{nsys} (of Nsight Compute)" if compute else str(nsys), GOOD)
     yield _py_spy()
 
 
@@ -518,11 +514,11 @@ def _missing_libraries(program: Path) -> list[str]:
     return [line.split()[0] for line in done.stdout.splitlines() if "not found" in line]
 
 
-def _py_spy() -> Checked:
+def _py_spy() -> Check:
     from kvprobe.probe.stacks import py_spy, usable
 
     if py_spy() is None:
-        return Checked("tools", "py-spy", "not installed", BAD, "pip install py-spy: it shows which Python line waits")
+        return Check("tools", "py-spy", "not installed", BAD, "pip install py-spy: it shows which Python line waits")
     scope = "not readable"
     with contextlib.suppress(OSError):
         scope = Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip()
@@ -542,8 +538,8 @@ def _py_spy() -> Checked:
         target.kill()
         target.communicate()
     if not reason:
-        return Checked("tools", "py-spy", f"can read other processes ({state})", GOOD)
-    return Checked(
+        return Check("tools", "py-spy", f"can read other processes ({state})", GOOD)
+    return Check(
         "tools",
         "py-spy",
         f"{reason} ({state})",
@@ -560,25 +556,25 @@ def _has_capability(number: int) -> bool:
     return False
 
 
-def _native() -> Iterator[Checked]:
+def _native() -> Iterator[Check]:
     from kvprobe.native.library import LIB, core
 
     missing = [name for name in LIBRARIES if not (LIB / name).exists()]
     try:
         clock = core().kvp_clock_name().decode()
     except KvprobeError as error:
-        yield Checked(
+        yield Check(
             "kvprobe", "native libraries", str(error), BAD, "install a C compiler, then python -m kvprobe.native.build"
         )
         return
-    yield Checked(
+    yield Check(
         "kvprobe",
         "native libraries",
         f"{', '.join(missing)} missing" if missing else "built",
         BAD if missing else GOOD,
         "python -m kvprobe.native.build" if missing else "",
     )
-    yield Checked(
+    yield Check(
         "kvprobe",
         "clock",
         clock,
@@ -589,16 +585,16 @@ def _native() -> Iterator[Checked]:
     )
 
 
-def _servers() -> Iterator[Checked]:
+def _servers() -> Iterator[Check]:
     from kvprobe.instrument import registry
     from kvprobe.instrument.adapter import installed_version
 
     servers = {name: one for name, one in registry.SERVERS.items() if name not in registry.LIBRARIES}
     found = [installed_version(one.distributions) for one in servers.values()]
     for name, version in filter(None, found):
-        yield Checked("servers", name, version, GOOD, "`kvprobe patches` says which adapters apply")
+        yield Check("servers", name, version, GOOD, "`kvprobe patches` says which adapters apply")
     if not any(found):
-        yield Checked(
+        yield Check(
             "servers",
             "servers",
             "none of " + ", ".join(servers),
@@ -607,7 +603,7 @@ def _servers() -> Iterator[Checked]:
         )
 
 
-def _print(lines: list[Checked]) -> None:
+def _print(lines: list[Check]) -> None:
     """Topic by topic: a verdict, what it is of, and below it what to do; a variable that nobody set is only counted."""
     from rich.console import Console
     from rich.table import Table

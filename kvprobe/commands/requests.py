@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvprobe.account import Account
     from kvprobe.output.requests import RequestsCommandJson
     from kvprobe.recordings.model import Recording
-    from kvprobe.recordings.window import ServingWindow
+    from kvprobe.recordings.serving import ServingWindow
     from kvprobe.requests import Requests
 
 __all__ = ["command", "document", "served"]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from kvprobe.diagnosis import Change, Finding
     from kvprobe.output.recorded import TryJson
     from kvprobe.recordings.model import Recording
-    from kvprobe.reporting.trial import Compared, TrialRun, Tried
+    from kvprobe.reporting.trial import TrialFigure, TrialResult, TrialRun
 
 __all__ = ["command"]
 
@@ -277,15 +277,15 @@ class _Run:
         return TrialRun(self.wall_ns, blocked_ns(self.recording(), usual)[0], self.figure)
 
 
-def _tried(change: Change, without: Sequence[TrialRun], given: Sequence[TrialRun], compare: Any) -> Tried:
-    from kvprobe.reporting.trial import Tried
+def _tried(change: Change, without: Sequence[TrialRun], given: Sequence[TrialRun], compare: Any) -> TrialResult:
+    from kvprobe.reporting.trial import TrialResult
 
-    def of(name: str) -> Compared:
-        found: Compared = compare([getattr(one, name) for one in without], [getattr(one, name) for one in given])
+    def of(name: str) -> TrialFigure:
+        found: TrialFigure = compare([getattr(one, name) for one in without], [getattr(one, name) for one in given])
         return found
 
     figure = of("figure") if without and without[0].figure is not None else None
-    return Tried(change, _blocked_less(change), of("blocked_ns"), of("wall_ns"), figure)
+    return TrialResult(change, _blocked_less(change), of("blocked_ns"), of("wall_ns"), figure)
 
 
 def _outcome(
@@ -293,7 +293,7 @@ def _outcome(
     words: Sequence[str],
     rounds: int,
     findings: Sequence[Finding],
-    tried: Sequence[Tried],
+    tried: Sequence[TrialResult],
     left: list[str],
 ) -> TryJson:
     from kvprobe.reporting.trial import TEST
@@ -309,7 +309,7 @@ def _outcome(
     }
 
 
-def _print(findings: Sequence[Finding], tried: Sequence[Tried], rounds: int) -> None:
+def _print(findings: Sequence[Finding], tried: Sequence[TrialResult], rounds: int) -> None:
     from kvprobe.commands._reading import plain
     from kvprobe.reporting.trial import TEST
     from kvprobe.reporting.units import duration
@@ -334,7 +334,7 @@ def _print(findings: Sequence[Finding], tried: Sequence[Tried], rounds: int) -> 
     )
 
 
-def _line(what: str, found: Compared, more: str) -> str:
+def _line(what: str, found: TrialFigure, more: str) -> str:
     from statistics import median
 
     from kvprobe.reporting.units import duration

@@ -38,12 +38,12 @@ class PinnedStats:
         excess_bytes: of buffers that serve a smaller request than they were made for.
         most_bytes: the most that both together ever were; never above the budget.
         out_bytes: handed out now, as asked for.
-        reused: requests that a kept buffer served.
-        given_up: kept buffers that went for newer ones, or by `trim`.
-        pressed: kept buffers that went because memory was short.
-        made: buffers that were pinned.
-        made_ns: what that took.
-        populated: those of them whose pages several threads made.
+        reuses: requests that a kept buffer served.
+        evictions: kept buffers that went for newer ones, or by `trim`.
+        pressure_evictions: kept buffers that went because memory was short.
+        pinnings: buffers that were pinned.
+        pinning_ns: what that took.
+        populated_pinnings: those of them whose pages several threads made.
         populate_ns: what making those pages took.
         register_ns: what registering them took.
         longest_register_ns: the longest single registration: other threads' CUDA calls may have waited for so long.
@@ -53,15 +53,25 @@ class PinnedStats:
     excess_bytes: int
     most_bytes: int
     out_bytes: int
-    reused: int
-    given_up: int
-    pressed: int
-    made: int
-    made_ns: int
-    populated: int
+    reuses: int
+    evictions: int
+    pressure_evictions: int
+    pinnings: int
+    pinning_ns: int
+    populated_pinnings: int
     populate_ns: int
     register_ns: int
     longest_register_ns: int
+
+
+_NATIVE_NAMES = {  # where the native counters are called otherwise
+    "reuses": "reused",
+    "evictions": "given_up",
+    "pressure_evictions": "pressed",
+    "pinnings": "made",
+    "pinning_ns": "made_ns",
+    "populated_pinnings": "populated",
+}
 
 
 class PinnedPool:
@@ -166,7 +176,9 @@ class PinnedPool:
         counts = PinnedCounts()
         if self._pool:
             self._lib.kvp_pinned_read(self._pool, ct.byref(counts))
-        return PinnedStats(*(getattr(counts, name) for name in PinnedStats.__dataclass_fields__))
+        return PinnedStats(
+            *(getattr(counts, _NATIVE_NAMES.get(name, name)) for name in PinnedStats.__dataclass_fields__)
+        )
 
     def runtime_reset(self) -> None:
         """The runtime was torn down: what it pinned is no longer pinned."""

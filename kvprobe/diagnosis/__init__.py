@@ -27,22 +27,22 @@ if TYPE_CHECKING:
     from kvprobe.diagnosis.joined import JoinedRecording
     from kvprobe.recordings.model import Recording
     from kvprobe.recordings.occupancy import Occupancy
-    from kvprobe.recordings.window import ServingWindow
+    from kvprobe.recordings.serving import ServingWindow
 
 __all__ = [
     "CAUSES",
     "CPU_STARVED",
-    "TracedCall",
     "FULL_QUEUE",
+    "PROFILER",
+    "UNEXPLAINED",
     "Change",
-    "EvidenceChart",
     "Evidence",
+    "EvidenceChart",
     "Examination",
     "Finding",
     "NotLookedFor",
-    "PROFILER",
     "Series",
-    "UNEXPLAINED",
+    "TracedCall",
     "Where",
     "diagnose",
     "examine",

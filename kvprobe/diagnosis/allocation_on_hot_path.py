@@ -19,7 +19,7 @@ from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Findi
 from kvprobe.diagnosis.joined import JoinedRecording, ms
 from kvprobe.recordings.intervals import ascending
 from kvprobe.recordings.model import CallKind
-from kvprobe.recordings.window import WARM
+from kvprobe.recordings.serving import WARM
 
 CAUSE = cause_of(__name__)
 PROVES = Line.ALLOCATING

@@ -42,7 +42,7 @@ def not_shown(joined: JoinedRecording) -> NotLookedFor | None:
 
 
 @dataclass
-class _Waited:
+class _CpuWait:
     """Calls, what is lost in each (or in the pause after it), and the rows of `cpu_waits` that say so."""
 
     rows: Array
@@ -73,7 +73,7 @@ def _notes_of(joined: JoinedRecording, row: int) -> Array:
     return np.flatnonzero((waits["process"] == joined.process[row]) & (waits["thread"] == joined.thread[row]))
 
 
-def _slow_submissions(joined: JoinedRecording) -> _Waited | None:
+def _slow_submissions(joined: JoinedRecording) -> _CpuWait | None:
     """Slow submissions in whose time their thread waited for a CPU."""
     waits = joined.recording.cpu_waits
     left = np.minimum(joined.host.free_ns, joined.excess_ns)
@@ -112,10 +112,10 @@ def _slow_submissions(joined: JoinedRecording) -> _Waited | None:
             notes.append(inside)
     if not claimed:
         return None
-    return _Waited(np.concatenate(claimed), np.concatenate(ns), distinct(np.concatenate(notes)), sure)
+    return _CpuWait(np.concatenate(claimed), np.concatenate(ns), distinct(np.concatenate(notes)), sure)
 
 
-def _pauses(joined: JoinedRecording, inside_ns: int) -> _Waited | None:
+def _pauses(joined: JoinedRecording, inside_ns: int) -> _CpuWait | None:
     """Pauses of submitting threads that waited for a CPU for a good part of their time; `inside_ns` of it in calls."""
     pauses = long_pauses(joined)
     waited = np.flatnonzero((pauses.waited_ns > 0) & ~joined.outside[pauses.before])
@@ -133,7 +133,7 @@ def _pauses(joined: JoinedRecording, inside_ns: int) -> _Waited | None:
             notes.append(_notes_of(joined, before[0]))
     if not rows:
         return None
-    found = _Waited(np.concatenate(rows), np.concatenate(ns), np.concatenate(notes))
+    found = _CpuWait(np.concatenate(rows), np.concatenate(ns), np.concatenate(notes))
     outside_ns = int(joined.recording.cpu_waits["waited_ns"][found.notes].sum()) - inside_ns
     found.ns = (found.ns * min(1.0, max(outside_ns, 0) / found.lost_ns)).astype(np.int64)
     return found if found.lost_ns else None
@@ -172,7 +172,7 @@ def _cure(by_quota: float) -> list[Change]:
     return [change for change in changes if change.share]
 
 
-def _inside_calls(joined: JoinedRecording, inside: _Waited, between: _Waited | None) -> Finding | None:
+def _inside_calls(joined: JoinedRecording, inside: _CpuWait, between: _CpuWait | None) -> Finding | None:
     waits, rows = joined.recording.cpu_waits, inside.rows
     left = np.minimum(joined.host.free_ns, joined.excess_ns)[rows]
     waited = int(waits["waited_ns"][inside.notes].sum())
@@ -206,7 +206,7 @@ def _inside_calls(joined: JoinedRecording, inside: _Waited, between: _Waited | N
     )
 
 
-def _between_calls(joined: JoinedRecording, between: _Waited, inside: _Waited | None) -> Finding | None:
+def _between_calls(joined: JoinedRecording, between: _CpuWait, inside: _CpuWait | None) -> Finding | None:
     rows, lost = between.rows, between.lost_ns
     pauses = long_pauses(joined)
     mine = np.isin(pauses.before, rows)

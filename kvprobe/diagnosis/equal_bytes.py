@@ -26,14 +26,14 @@ class Looks:
 
     Attributes:
         verdict: (copies,) int8, EQUAL: as at the copy before, from or to the same place; OTHER; or NOT_KNOWN.
-        compared: pairs of looks that this rests on; equal: those with the same bytes.
-        taken: whether the recording has looks at copies of this direction at all.
+        pairs: of looks that this rests on; equal: those with the same bytes.
+        exist: whether the recording has looks at copies of this direction at all.
     """
 
     verdict: Array
-    compared: int
+    pairs: int
     equal: int
-    taken: bool
+    exist: bool
 
 
 def looks_of(joined: JoinedRecording, rows: Array, direction: Direction, blank: bool = True) -> Looks:

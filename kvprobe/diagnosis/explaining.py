@@ -12,7 +12,7 @@ from kvprobe.account.chain import saved_by_host
 from kvprobe.recordings.intervals import distinct, group_starts
 from kvprobe.recordings.model import Array
 
-__all__ = ["Explained", "Explainer"]
+__all__ = ["ExplainedTime", "Explainer"]
 
 _CALLERS = 32  # threads whose part is played one by one; those with the largest
 
@@ -24,7 +24,7 @@ def proven_line(cause: str) -> Line | None:
 
 
 @dataclass(frozen=True)
-class Explained:
+class ExplainedTime:
     """What one finding explains of the account.
 
     Attributes:
@@ -49,7 +49,7 @@ class Explainer:
         self._left_ns = max((gpu.not_computing_ns for gpu in account.gpus if gpu.seen), default=0)
         self._window_ns = max((gpu.window_ns for gpu in account.gpus if gpu.seen), default=0)
 
-    def host(self, cause: str, start: Array, end: Array, caller: Array, ns: Array) -> Explained:
+    def host(self, cause: str, start: Array, end: Array, caller: Array, ns: Array) -> ExplainedTime:
         """Of calls of threads: from `start` to `end`, by `caller`, of which `ns` is lost in each; (calls,) int64."""
         account, proves = self.account, proven_line(cause)
         waits = proves == Line.WAITING_FOR_DEVICE  # for copies: nothing else may run while these do
@@ -57,7 +57,7 @@ class Explainer:
             for thread in account.threads:
                 thread.waited_for_slots(int(ns[caller == thread.caller].sum()))
         if not account.seen:
-            return Explained()
+            return ExplainedTime()
         open_ns = self._after_last_kernel(start, end)
         order = np.argsort(caller, kind="stable")
         edges = group_starts(caller[order])
@@ -81,35 +81,35 @@ class Explainer:
                     claimed[gpu] = claimed.get(gpu, 0) + more
         return self._explained(claimed, open_ns, saved)
 
-    def question(self, start: Array, end: Array, caller: Array, ns: Array) -> Explained:
+    def question(self, start: Array, end: Array, caller: Array, ns: Array) -> ExplainedTime:
         """As `host`, where it cannot be told why: nothing is claimed, but what it may have cost is known."""
         account = self.account
         if account.main is None or not any(one.kernels for one in account.gpus):
-            return Explained()
+            return ExplainedTime()
         callers = sorted(distinct(caller).tolist(), key=lambda one: -int(ns[caller == one].sum()))[:_CALLERS]
         saved = sum(saved_by_host(account, one, end[caller == one], ns[caller == one]) for one in callers)
-        return Explained(None, account.main.window_ns, self._after_last_kernel(start, end), saved)
+        return ExplainedTime(None, account.main.window_ns, self._after_last_kernel(start, end), saved)
 
-    def copies(self, cause: str, start: Array, end: Array, lost_ns: int) -> Explained:
+    def copies(self, cause: str, start: Array, end: Array, lost_ns: int) -> ExplainedTime:
         """Of copies on the device, (copies,): where only they ran, of which `lost_ns` could be saved at most."""
         if not self.account.seen:
-            return Explained()
+            return ExplainedTime()
         claimed = self.account.claim(cause, start, end, COPIES, becomes=proven_line(cause), most_ns=lost_ns)
         return self._explained(claimed, 0, min(lost_ns, max(claimed.values(), default=0)))
 
-    def gaps(self, cause: str, start: Array, end: Array) -> Explained:
+    def gaps(self, cause: str, start: Array, end: Array) -> ExplainedTime:
         """Of stretches in which a GPU stood idle, (stretches,)."""
         if not self.account.seen:
-            return Explained()
+            return ExplainedTime()
         lines = (*HOST, Line.NOTHING_TO_DO)
         claimed = self.account.claim(cause, start, end, lines, becomes=proven_line(cause))
         return self._explained(claimed, 0, max(claimed.values(), default=0))
 
-    def _explained(self, claimed: dict[int, int], open_ns: int, saved_ns: int) -> Explained:
+    def _explained(self, claimed: dict[int, int], open_ns: int, saved_ns: int) -> ExplainedTime:
         place = max(claimed, key=lambda gpu: claimed[gpu], default=-1)
         gpu = self.account.gpus[place] if place >= 0 else self.account.main
         computes = any(one.kernels for one in self.account.gpus)
-        return Explained(
+        return ExplainedTime(
             claimed.get(place, 0), gpu.window_ns if gpu else 0, open_ns, self.take(saved_ns) if computes else None
         )
 

@@ -35,11 +35,11 @@ ASKING = int(CallKind.OTHER)  # cuGetProcAddress, cudaEventQuery, whatever a rec
 TRIED = np.array([CallKind.ALLOC, CallKind.FREE, CallKind.CREATE], dtype=np.uint8)
 
 
-__all__ = ["CAUSE", "Failed", "failures", "find", "not_shown"]
+__all__ = ["CAUSE", "FailedCall", "failures", "find", "not_shown"]
 
 
 @dataclass(frozen=True)
-class Failed:
+class FailedCall:
     """One call that failed with one code: how often of how many; `rows` are those kept one by one."""
 
     name: str
@@ -106,7 +106,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     )
 
 
-def failures(recording: Recording) -> list[Failed]:
+def failures(recording: Recording) -> list[FailedCall]:
     """What failed, by call and error: those that fail for good first, then the most frequent."""
     calls, totals = recording.calls, recording.totals
     works = calls["kind"] != ASKING
@@ -125,12 +125,12 @@ def failures(recording: Recording) -> list[Failed]:
             rows = mine[calls["result"][mine] == code]
             count = many + round(more * many / len(mine))
             kind = int(calls["kind"][rows[0]])
-            out.append(Failed(recording.text(name), kind, code, count, max(made.get(name, 0), count), rows))
+            out.append(FailedCall(recording.text(name), kind, code, count, max(made.get(name, 0), count), rows))
     answered = set(calls["name"][np.isin(calls["result"], ANSWERS)].tolist())
     for name, count in counted.items():  # of earlier recordings, which kept none of them
         if count and name not in names and name not in answered:
             none = np.zeros(0, dtype=np.int64)
-            out.append(Failed(recording.text(name), kinds[name], 0, count, made.get(name, count), none))
+            out.append(FailedCall(recording.text(name), kinds[name], 0, count, made.get(name, count), none))
     return sorted(out, key=lambda one: (one.code not in STICKY, -one.count))
 
 
@@ -139,7 +139,7 @@ def _by_name(names: Array, values: Array) -> dict[int, int]:
     return {int(name): int(sums[name]) for name in np.flatnonzero(sums)}
 
 
-def _was_tried(joined: JoinedRecording, one: Failed) -> bool:
+def _was_tried(joined: JoinedRecording, one: FailedCall) -> bool:
     """Whether programs try this and handle it: memory that is not to be had, and whatever failed at start-up alone."""
     if one.code in STICKY:
         return False
@@ -148,7 +148,7 @@ def _was_tried(joined: JoinedRecording, one: Failed) -> bool:
     return bool(len(one.rows)) and bool(joined.outside[one.rows].all()) and one.count == len(one.rows)
 
 
-def _severity(real: list[Failed]) -> Severity:
+def _severity(real: list[FailedCall]) -> Severity:
     """By the part of the calls of one name that failed; whatever fails for good is critical."""
     if not real:
         return "info"
@@ -156,7 +156,7 @@ def _severity(real: list[Failed]) -> Severity:
     return "critical" if worst else "warning"
 
 
-def _first_of(joined: JoinedRecording, one: Failed) -> list[Evidence]:
+def _first_of(joined: JoinedRecording, one: FailedCall) -> list[Evidence]:
     """Where the first one was made."""
     if not len(one.rows):
         return []

@@ -21,7 +21,7 @@ import numpy as np
 from kvprobe.account import Line
 from kvprobe.diagnosis.deeper_queue import BATCHED, deeper, spared
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, cause_of
-from kvprobe.diagnosis.joined import JoinedRecording, between, ms
+from kvprobe.diagnosis.joined import JoinedRecording, ms, range_of
 from kvprobe.diagnosis.launch_queue_saturation import cliff
 from kvprobe.diagnosis.merging import merged
 from kvprobe.diagnosis.queue_full import Full, full
@@ -65,7 +65,7 @@ def _of_calls(joined: JoinedRecording, found: Full, told: int) -> list[Evidence]
         if told
         else "the first to meet the full queue, and far longer than the calls after them"
     )
-    outstanding, longest = between(joined.occupancy.depth[rows]), int(joined.dur[rows].max())
+    outstanding, longest = range_of(joined.occupancy.depth[rows]), int(joined.dur[rows].max())
     return [
         Evidence(
             f"{len(rows):,} submissions blocked with {outstanding} outstanding, {behind_what}: {ms(lost)} in all",

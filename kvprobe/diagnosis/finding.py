@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from kvprobe.recordings.model import Recording
 
 __all__ = [
-    "TracedCall",
+    "SEVERITIES",
     "Change",
     "ChangeKind",
-    "EvidenceChart",
     "Confidence",
     "Evidence",
+    "EvidenceChart",
     "Explanation",
     "Finding",
     "Loss",
     "LostOn",
     "NotLookedFor",
     "Series",
-    "SEVERITIES",
     "Severity",
+    "TracedCall",
     "Where",
     "best_first",
     "cause_of",
@@ -269,7 +269,7 @@ class Loss:
         gaps: of a loss that is not one of calls or copies, the stretches in which a device stood idle, as arrays of
             where they begin and end; None: none is known.
         copies: of a loss of copy engines, the rows of the executions; None: none is known.
-        held: of a loss of threads outside of calls, where it begins and ends, and whose it is (`Joined.caller`).
+        stretches: of a loss of threads outside of calls, where it begins and ends, and whose it is (`Joined.caller`).
         spans: as `copies`, of stretches that are no copies' own: waits for them, or what timing events tell of copies
             alone; where they begin and end.
     """
@@ -284,7 +284,7 @@ class Loss:
     gaps: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = None
     copies: npt.NDArray[Any] | None = None
     spans: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = None
-    held: tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]] | None = None
+    stretches: tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]] | None = None
 
 
 class _Evidence(TypedDict):

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvprobe.account import Account, GpuAccount, account_of
-from kvprobe.diagnosis.explaining import Explained, Explainer
+from kvprobe.diagnosis.explaining import ExplainedTime, Explainer
 from kvprobe.diagnosis.finding import (
     SEVERITIES,
     Change,
@@ -71,7 +71,7 @@ def ms(ns: float) -> str:
     return f"{ns:.0f} ns"
 
 
-def between(values: Array) -> str:
+def range_of(values: Array) -> str:
     """The least and the greatest of these counts for a sentence, as one where they are equal."""
     low, high = int(values.min(initial=values[0])), int(values.max(initial=values[0]))
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
@@ -205,7 +205,7 @@ class JoinedRecording(Joined):
             known[process] = in_time(np.flatnonzero(mine & (self.process == process)), self.start)
         return known[process]
 
-    def made(self, kinds: Sequence[CallKind]) -> Array:
+    def call_counts(self, kinds: Sequence[CallKind]) -> Array:
         """Calls of these kinds by stream, (streams,) float64: those in the recording, or in its totals where more."""
         calls, totals, streams = self.recording.calls, self.recording.totals, self.recording.streams.rows
         kind = np.array(kinds, dtype=np.uint8)
@@ -484,14 +484,14 @@ class JoinedRecording(Joined):
         """As `host_finding`, for time that is neither a call's nor an engine's: waiting, idling, nothing at all."""
         if loss.on != "none" and not self.notable(loss.ns, self._span_of(loss)):
             return None
-        explained = Explained()
+        explained = ExplainedTime()
         if loss.gaps is not None and confidence != "cannot tell":
             explained = self.explainer.gaps(cause, *loss.gaps)
         elif loss.copies is not None and confidence != "cannot tell":
             rows = loss.copies
             explained = self.explainer.copies(cause, self.x_start[rows], self.x_end[rows], loss.ns)
-        elif loss.held is not None and confidence != "cannot tell":
-            start, end, caller = loss.held
+        elif loss.stretches is not None and confidence != "cannot tell":
+            start, end, caller = loss.stretches
             explained = self.explainer.host(cause, start, end, caller, end - start)
         elif loss.spans is not None and confidence != "cannot tell":
             explained = self.explainer.copies(cause, *loss.spans, loss.ns)
@@ -515,7 +515,7 @@ class JoinedRecording(Joined):
             "certain",
             loss,
             explanation,
-            Explained(loss.ns, gpu.window_ns, 0, self.explainer.take(loss.ns)),
+            ExplainedTime(loss.ns, gpu.window_ns, 0, self.explainer.take(loss.ns)),
         )
 
     def line_question(
@@ -533,9 +533,9 @@ class JoinedRecording(Joined):
             "reason": f"cannot tell, because there is {lacks}, so nothing shows whether a model waited",
             "cure": (Change("Record a run in which the model computes from beginning to end", "recording"),),
         }
-        return self._finding(cause, title, "cannot tell", loss, explanation, Explained(loss.ns, gpu.window_ns))
+        return self._finding(cause, title, "cannot tell", loss, explanation, ExplainedTime(loss.ns, gpu.window_ns))
 
-    def _severity(self, loss: Loss, explained: Explained) -> Severity:
+    def _severity(self, loss: Loss, explained: ExplainedTime) -> Severity:
         """By what the device, and so the program, lost; by the caller's own loss where that cannot be seen."""
         if explained.saved_ns is None or explained.window_ns <= 0 or loss.on == "none":
             return self.severity(loss.ns, self._span_of(loss))
@@ -544,7 +544,7 @@ class JoinedRecording(Joined):
         by_caller = self.severity(min(explained.open_ns, loss.ns), self._span_of(loss))
         return min(by_device, by_caller, key=SEVERITIES.index)
 
-    def _cost_share(self, loss: Loss, explained: Explained) -> float:
+    def _cost_share(self, loss: Loss, explained: ExplainedTime) -> float:
         """What `_severity` goes by, as a share."""
         span_ns = max(self._span_of(loss), 1)
         if explained.saved_ns is None or explained.window_ns <= 0 or loss.on == "none":
@@ -556,7 +556,7 @@ class JoinedRecording(Joined):
         return self.span_ns if loss.span_ns is None else loss.span_ns
 
     def _finding(
-        self, cause: str, title: str, confidence: Confidence, loss: Loss, more: Explanation, explained: Explained
+        self, cause: str, title: str, confidence: Confidence, loss: Loss, more: Explanation, explained: ExplainedTime
     ) -> Finding:
         line = next((call.line for call in loss.calls if call.line), "")
         if explained.saved_ns is not None:

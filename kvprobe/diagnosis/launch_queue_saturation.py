@@ -21,7 +21,7 @@ import numpy as np
 from kvprobe.account import Line
 from kvprobe.diagnosis.deeper_queue import BATCHED, counted_records, deeper, spared
 from kvprobe.diagnosis.finding import INFERRED, LABELLED, MEASURED, Change, Evidence, EvidenceChart, Finding, cause_of
-from kvprobe.diagnosis.joined import SLOW_NS, Array, JoinedRecording, between, ms, share
+from kvprobe.diagnosis.joined import SLOW_NS, Array, JoinedRecording, ms, range_of, share
 from kvprobe.diagnosis.merging import merged
 from kvprobe.diagnosis.queue_full import UNSETTLED_SHARE, Full, full
 from kvprobe.launchqueue.constants import CHANNEL_SLOTS, FULL_SHARE, LEAST_NS, REAL_DEPTH
@@ -160,7 +160,7 @@ def open_question(joined: JoinedRecording) -> Finding | None:
         evidence=(
             Evidence(
                 f"{len(rows):,} slow calls were entered with "
-                f"{between(joined.occupancy.depth[rows])} submissions outstanding on their stream",
+                f"{range_of(joined.occupancy.depth[rows])} submissions outstanding on their stream",
                 len(rows),
                 "calls",
                 INFERRED,
@@ -201,7 +201,7 @@ def _of_calls(joined: JoinedRecording, found: Full) -> list[Evidence]:
     own = joined.dur[rows][2 * found.ns["saturation"] >= joined.dur[rows]]  # of the others most is another cause's
     evidence = [
         Evidence(
-            f"{len(rows):,} calls were entered with {between(joined.occupancy.depth[rows])} submissions outstanding, "
+            f"{len(rows):,} calls were entered with {range_of(joined.occupancy.depth[rows])} submissions outstanding, "
             f"where the queue is full, and lost {ms(lost)}",
             lost,
             "ns",

@@ -39,7 +39,7 @@ def open_question(joined: JoinedRecording) -> Finding | None:
         return None
     copies = joined.kind == CallKind.COPY
     copies &= (joined.memory != Memory.PAGEABLE) & (joined.stream >= 0) & (joined.bytes > 0)
-    launches = joined.made((CallKind.LAUNCH, CallKind.GRAPH))
+    launches = joined.call_counts((CallKind.LAUNCH, CallKind.GRAPH))
     chosen: list[Array] = []
     taken: list[Array] = []
     evidence: list[Evidence] = []

@@ -52,14 +52,14 @@ def _burst_before_next(burst: Array, start: Array, ordered_at: Array) -> Array:
     return out
 
 
-class _Unordered(NamedTuple):
+class _Violation(NamedTuple):
     """Loads of one process that kernels may have read too early: their rows, and figures."""
 
     rows: Array
     evidence: list[Evidence]
 
 
-def _unordered(joined: JoinedRecording, process: int, rows: Array) -> _Unordered | None:
+def _unordered(joined: JoinedRecording, process: int, rows: Array) -> _Violation | None:
     """`rows`: loads of the process on streams without kernels, by time."""
     launches = joined.launches(process)
     launches = launches[joined.exec_start[launches] >= 0]
@@ -101,7 +101,7 @@ def _unordered(joined: JoinedRecording, process: int, rows: Array) -> _Unordered
             COUNTED,
         ),
     ]
-    return _Unordered(rows[under], evidence)
+    return _Violation(rows[under], evidence)
 
 
 def find(joined: JoinedRecording) -> Finding | None:

@@ -354,9 +354,9 @@ def _lonely(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Arr
         fenced &= (np.searchsorted(told, joined.start[top]) > 0) & (10 * busy > 8 * joined.dur[top])
     behind = _behind_one(joined, queue, top) | _let_go(joined, queue, top)
     held = np.zeros(len(top), dtype=bool)
-    if conclude(StoodStill(deepest, depth, fenced=int(fenced.sum()))).full:
+    if conclude(StoodStill(deepest, depth, fences=int(fenced.sum()))).full:
         held |= fenced
-    if conclude(StoodStill(deepest, depth, behind=int(behind.sum()))).full:
+    if conclude(StoodStill(deepest, depth, delays=int(behind.sum()))).full:
         held |= behind
     return top[held], joined.excess_ns[top[held]]
 

@@ -169,7 +169,7 @@ def not_shown(joined: JoinedRecording) -> NotLookedFor | None:
 
 
 @dataclass(frozen=True)
-class _Repeated:
+class _Repeats:
     """Loads in the order of source and time, and which of them bring what was there; masks over `loads`.
 
     Attributes:
@@ -195,15 +195,15 @@ class _Repeated:
         A place of which nobody knows whether the program rewrites it is only as good as a guess then.
         """
         every: Array = self.on_their_way | self.arrived | self.unseen | self.held
-        return every & self.proven if self.looks.taken and (every & self.proven).any() else every
+        return every & self.proven if self.looks.exist and (every & self.proven).any() else every
 
     @property
     def is_guess(self) -> bool:
         """Whether looks were taken, and none at what is named."""
-        return self.looks.taken and not (self.chosen & self.proven).any()
+        return self.looks.exist and not (self.chosen & self.proven).any()
 
 
-def _repeated(joined: JoinedRecording, loads: Array) -> _Repeated:
+def _repeated(joined: JoinedRecording, loads: Array) -> _Repeats:
     columns = (joined.count, joined.bytes, joined.src, _device(joined), joined.process)
     loads = loads[np.lexsort((joined.start[loads], *(column[loads] for column in columns)))]
     new = np.ones(len(loads), dtype=bool)
@@ -240,7 +240,7 @@ def _repeated(joined: JoinedRecording, loads: Array) -> _Repeated:
     def whole(mask: Array) -> Array:
         return np.concatenate(([False], mask))
 
-    return _Repeated(
+    return _Repeats(
         loads,
         int(np.bincount(group).max()),
         whole(on_their_way),
@@ -252,7 +252,7 @@ def _repeated(joined: JoinedRecording, loads: Array) -> _Repeated:
     )
 
 
-def _evidence(joined: JoinedRecording, found: _Repeated) -> list[Evidence]:
+def _evidence(joined: JoinedRecording, found: _Repeats) -> list[Evidence]:
     chosen = found.chosen
     rows, loads = found.loads[chosen], found.loads
     wasted, moved = int(joined.bytes[rows].sum()), int(joined.bytes[loads].sum())
@@ -262,7 +262,7 @@ def _evidence(joined: JoinedRecording, found: _Repeated) -> list[Evidence]:
         (found.unseen, "came before the host had waited for the load of the same bytes before them"),
     )
     counts = [(int((mask & chosen).sum()), what) for mask, what in kinds_of]
-    compared, equal = found.looks.compared, found.looks.equal
+    compared, equal = found.looks.pairs, found.looks.equal
     return [
         Evidence(
             f"{len(rows):,} of {len(loads):,} loads copied bytes that were already there or on their way: "

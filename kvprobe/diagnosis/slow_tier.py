@@ -90,7 +90,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         window=(int(waits.start.min()), int(waits.end.max())),
         span_ns=span,
         places=_threads(joined, waits, slowest),
-        held=(waits.start, waits.end, waits.caller),
+        stretches=(waits.start, waits.end, waits.caller),
     )
     slower = ", which is slower than computing the same tokens" if known.slower else ""
     found = joined.finding(
@@ -223,7 +223,7 @@ def _fed(joined: JoinedRecording, rows: Array) -> list[Evidence]:
 
 
 @dataclass(frozen=True)
-class _Known:
+class _TierRates:
     """What is known of computing instead; `reason` says why it is not known, "" where it is."""
 
     evidence: tuple[Evidence, ...] = ()
@@ -232,15 +232,15 @@ class _Known:
     slower: bool = False
 
 
-def _break_even(joined: JoinedRecording, rows: Array) -> _Known:
+def _break_even(joined: JoinedRecording, rows: Array) -> _TierRates:
     """The rate below which a tier is slower than computing, beside the one that it had."""
     table = joined.recording.tier_operations
     mine = rows[table["writes"][rows] == 0]
     if not len(mine):
-        return _Known()
+        return _TierRates()
     token_bytes, prefill_ns, lacks = _token_rates(joined.recording)
     if not token_bytes or not prefill_ns:
-        return _Known(reason=f"cannot tell whether recomputing would be faster, because {lacks}")
+        return _TierRates(reason=f"cannot tell whether recomputing would be faster, because {lacks}")
     ns, moved = Cover(table["start_ns"][mine], table["end_ns"][mine]).total_ns, int(table["bytes"][mine].sum())
     link = joined.link(Direction.H2D)[0]
     left_ns = prefill_ns - (token_bytes / link * 1e9 if link > 0 else 0.0)
@@ -254,12 +254,12 @@ def _break_even(joined: JoinedRecording, rows: Array) -> _Known:
         text = f"the copy of a token to the GPU alone takes longer than the {ms(prefill_ns)} that computing it does"
     evidence = (Evidence(text, least, "GB/s", "calculated from measured rates"),)
     if had >= least:
-        return _Known(evidence)
+        return _TierRates(evidence)
     took = int((table["end_ns"] - table["start_ns"])[rows].sum())
     reads = int((table["end_ns"] - table["start_ns"])[mine].sum())
     part = (1 - had / least) * reads / max(took, 1)
     change = Change("Compute these tokens again instead of reading them: take this tier out", "setting", share=part)
-    return _Known(evidence, (change,), slower=True)
+    return _TierRates(evidence, (change,), slower=True)
 
 
 def _token_rates(recording: Recording) -> tuple[float | None, float | None, str]:

@@ -14,7 +14,7 @@ import numpy as np
 from kvprobe.output.recorded import StartupJson, StartupPartJson
 from kvprobe.recordings.assemble import is_kind
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Recording
-from kvprobe.recordings.window import ServingWindow, setting_up
+from kvprobe.recordings.serving import ServingWindow, setting_up
 
 __all__ = ["Startup", "StartupPart", "startup"]
 

@@ -104,7 +104,10 @@ def _streams_of_kernels(joined: JoinedRecording) -> Array:
 
     A wait for one of them may be for its kernels; a stream of copies was given a few to begin with at most.
     """
-    counts = [joined.made((CallKind.LAUNCH, CallKind.GRAPH)), joined.made((CallKind.COPY, CallKind.BATCH))]
+    counts = [
+        joined.call_counts((CallKind.LAUNCH, CallKind.GRAPH)),
+        joined.call_counts((CallKind.COPY, CallKind.BATCH)),
+    ]
     return np.flatnonzero((counts[0] > 0) & (LAUNCHES * counts[0] >= counts[1]))
 
 

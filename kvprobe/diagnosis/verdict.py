@@ -18,13 +18,13 @@ from kvprobe.output.parts import VerdictJson
 from kvprobe.recordings.assemble import is_kind
 from kvprobe.recordings.buckets import bucket_floor_ns
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Recording
-from kvprobe.recordings.window import ServingWindow, serving_window
+from kvprobe.recordings.serving import ServingWindow, serving_window
 
 if TYPE_CHECKING:
     from kvprobe.diagnosis import Examination
     from kvprobe.diagnosis.finding import Finding
 
-__all__ = ["Missing", "Verdict", "missing", "of_full_queue", "of_recording", "statement"]
+__all__ = ["MissingPart", "Verdict", "missing", "of_full_queue", "of_recording", "statement"]
 
 State = Literal["found", "healthy", "undecided"]
 
@@ -45,7 +45,7 @@ _DETAIL = "keep more calls: `kvprobe run --max-size`, or a shorter run"
 
 
 @dataclass(frozen=True)
-class Missing:
+class MissingPart:
     """What a recording lacks, and how to record it; both are half sentences."""
 
     what: str
@@ -64,7 +64,7 @@ class Verdict:
 
     state: State
     reason: str
-    missing: tuple[Missing, ...] = ()
+    missing: tuple[MissingPart, ...] = ()
 
     @property
     def green(self) -> bool:
@@ -80,9 +80,9 @@ class Verdict:
         }
 
 
-def missing(recording: Recording, window: ServingWindow | None = None) -> list[Missing]:
+def missing(recording: Recording, window: ServingWindow | None = None) -> list[MissingPart]:
     """What this recording lacks to be called healthy, whatever was found in it; empty where it lacks nothing."""
-    out = [Missing(line, _AGAIN) for line in recording.incomplete]
+    out = [MissingPart(line, _AGAIN) for line in recording.incomplete]
     calls, totals = recording.calls, recording.totals
     window = window or recording.window or serving_window(recording)
     submits = is_kind(calls["kind"], SUBMITTING)
@@ -91,16 +91,16 @@ def missing(recording: Recording, window: ServingWindow | None = None) -> list[M
     inside = max(inside, _between_marks(recording, window))
     made = inside if inside or window.given else max(inside, counted)
     if not calls.rows and not counted and not recording.executions.rows:
-        out.append(Missing("it holds no CUDA call and no device activity", _COPIES))
+        out.append(MissingPart("it holds no CUDA call and no device activity", _COPIES))
     elif not made:
         seen = "device activity and no call that submits" if recording.executions.rows else "no submission"
-        out.append(Missing(f"it holds {seen}" + (" in that window" if window.given else ""), _COPIES))
+        out.append(MissingPart(f"it holds {seen}" + (" in that window" if window.given else ""), _COPIES))
     elif made < ENOUGH:
         few = "too few to tell a full queue from chance"
         if counted >= ENOUGH and not window.given:
-            out.append(Missing(f"of {counted:,} submissions it holds {made} one by one, {few}", _LAUNCHES))
+            out.append(MissingPart(f"of {counted:,} submissions it holds {made} one by one, {few}", _LAUNCHES))
         else:
-            out.append(Missing(f"it holds {made} submission{'s' if made > 1 else ''}, {few}", _COPIES))
+            out.append(MissingPart(f"it holds {made} submission{'s' if made > 1 else ''}, {few}", _COPIES))
     out += _unseen(recording)
     out += _unseen_records(recording)
     return out
@@ -112,7 +112,7 @@ def _between_marks(recording: Recording, window: ServingWindow) -> int:
     return int(spans["count"][window.holds(spans["process"], spans["start_ns"])].sum()) if spans.rows else 0
 
 
-def _unseen_records(recording: Recording) -> list[Missing]:
+def _unseen_records(recording: Recording) -> list[MissingPart]:
     """Records of events that waited, each too short to be kept: they take slots of a queue as submissions do."""
     totals, calls = recording.totals, recording.calls
     named = np.array(["eventrecord" in name.lower() for name in recording.names] or [False])
@@ -128,7 +128,7 @@ def _unseen_records(recording: Recording) -> list[Missing]:
     if lost <= UNSEEN_SHARE * max(span * threads, 1.0):
         return []
     said = f"calls that record an event took {lost / 1e6:,.0f} ms longer than quick ones; they were not kept one by one"
-    return [Missing(said, _LAUNCHES)]
+    return [MissingPart(said, _LAUNCHES)]
 
 
 def _slower(counts: Array) -> tuple[float, float]:
@@ -139,7 +139,7 @@ def _slower(counts: Array) -> tuple[float, float]:
     return float((counts[slow] * (floors[slow] - quick)).sum()), quick
 
 
-def _unseen(recording: Recording) -> list[Missing]:
+def _unseen(recording: Recording) -> list[MissingPart]:
     """Slow calls that are in the totals alone, where they held their threads up."""
     totals = recording.totals
     if not any(recording.lost.values()) or len(recording.histograms) != totals.rows:
@@ -160,7 +160,7 @@ def _unseen(recording: Recording) -> list[Missing]:
     if lost <= UNSEEN_SHARE * max(span * threads, 1.0):
         return []
     return [
-        Missing(
+        MissingPart(
             f"calls that took {lost / 1e6:,.0f} ms longer than quick ones were counted, but not kept one by one",
             _DETAIL,
         )
@@ -202,20 +202,24 @@ def _with_something_to_do(gpu: GpuAccount) -> str:
     return f"{gpu.asked_ns / 1e6:,.4g} ms{pauses}"
 
 
-def _not_computing(gpu: GpuAccount) -> list[Missing]:
+def _not_computing(gpu: GpuAccount) -> list[MissingPart]:
     """What keeps a GPU's account from being a healthy one."""
     if not gpu.seen:
-        return [Missing("it does not show what the GPU did", _DEVICE)]
+        return [MissingPart("it does not show what the GPU did", _DEVICE)]
     out = []
     unknown = gpu.matters_ns()
     share = sum(unknown.values()) / gpu.window_ns
     if share >= UNKNOWN_SHARE:
         why = max(unknown, key=lambda reason: unknown[reason])
-        out.append(Missing(f"of {share:.0%} of the time it is not known what the GPU did, because {why.text}", _DEVICE))
+        out.append(
+            MissingPart(f"of {share:.0%} of the time it is not known what the GPU did, because {why.text}", _DEVICE)
+        )
     waited = gpu.waiting_share
     if waited >= WAITED_SHARE:
         time = _with_something_to_do(gpu)
-        out.append(Missing(f"the GPU waited {waited:.0%} of {time}, and nothing shows whether a model did", _COPIES))
+        out.append(
+            MissingPart(f"the GPU waited {waited:.0%} of {time}, and nothing shows whether a model did", _COPIES)
+        )
     return out
 
 
@@ -253,10 +257,10 @@ def of_full_queue(recording: Recording, found: Examination) -> Verdict:
     return Verdict("healthy", "no launch queue was full")
 
 
-def _open(findings: Sequence[Finding]) -> list[Missing]:
+def _open(findings: Sequence[Finding]) -> list[MissingPart]:
     """Of findings that are too large to pass over, those that could not be told."""
     return [
-        Missing(
+        MissingPart(
             one.reason.removeprefix("cannot tell, because ") or one.title.rstrip("."),
             one.cure[0].text[:1].lower() + one.cure[0].text[1:] if one.cure else _DEVICE,
         )

@@ -111,7 +111,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     return joined.line_finding(CAUSE, title, gpu, loss, evidence=evidence, cure=cure)
 
 
-class _Seen(NamedTuple):
+class _Activity(NamedTuple):
     """What ran on a GPU: by executions, or by what timing events told."""
 
     engine: Array
@@ -125,10 +125,10 @@ class _Seen(NamedTuple):
         return of
 
 
-def _seen(joined: JoinedRecording, gpu: GpuAccount) -> _Seen:
+def _seen(joined: JoinedRecording, gpu: GpuAccount) -> _Activity:
     table = joined.recording.executions if joined.recording.has_executions else joined.recording.spans
     mine = np.isin(table["process"], np.array(gpu.processes))
-    return _Seen(*(table[name][mine] for name in ("engine", "direction", "start_ns", "end_ns")))
+    return _Activity(*(table[name][mine] for name in ("engine", "direction", "start_ns", "end_ns")))
 
 
 class _Alone(NamedTuple):

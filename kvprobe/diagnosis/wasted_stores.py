@@ -140,7 +140,7 @@ def _there_already(joined: JoinedRecording, stores: Array) -> Finding | None:
                 INFERRED,
             ),
             Evidence(
-                f"{looks.equal:,} of the {looks.compared:,} destinations whose bytes were compared held them already",
+                f"{looks.equal:,} of the {looks.pairs:,} destinations whose bytes were compared held them already",
                 looks.equal,
                 "1",
             ),

@@ -120,7 +120,7 @@ def open_question(joined: JoinedRecording) -> Finding | None:
         return None
     mask = (joined.kind == CallKind.COPY) & (joined.direction == Direction.H2D) & (joined.memory != Memory.PAGEABLE)
     rows = np.flatnonzero(mask & (joined.bytes >= LARGE) & (joined.stream >= 0))
-    launches = joined.made((CallKind.LAUNCH, CallKind.GRAPH))
+    launches = joined.call_counts((CallKind.LAUNCH, CallKind.GRAPH))
     loads = np.bincount(joined.stream[rows], minlength=len(launches))
     rows = rows[(launches >= loads)[joined.stream[rows]]]  # a stream of copies has few launches, to begin with
     known, how = joined.link(Direction.H2D)

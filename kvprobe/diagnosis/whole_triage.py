@@ -16,7 +16,7 @@ from kvprobe.recordings.quick_triage import WORDS, QueueTriage, Triage, certain,
 
 if TYPE_CHECKING:
     from kvprobe.recordings.model import Recording
-    from kvprobe.recordings.window import ServingWindow
+    from kvprobe.recordings.serving import ServingWindow
 
 __all__ = ["triage", "whole_triage"]
 

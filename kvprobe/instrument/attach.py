@@ -149,7 +149,7 @@ def _refuse_scope(pid: int) -> None:
         )
 
 
-class _Wanted(ct.Structure):
+class _Target(ct.Structure):
     """`struct kvp_injection`."""
 
     _fields_ = [
@@ -178,7 +178,7 @@ class _Injection:
         inject = ct.CDLL(str(path_of(INJECTOR))).kvp_inject
         folder, detail = words or ("", "")
         texts = [os.fsencode(text) for text in (library, function, undo, folder, detail)]
-        wanted = _Wanted(*texts, max_bytes, int(IN_TIME_S * 1000))
+        wanted = _Target(*texts, max_bytes, int(IN_TIME_S * 1000))
         self._socket, other = socket.socketpair()
         with other:
             self._injector = inject(pid, ct.byref(wanted), other.fileno())

@@ -14,13 +14,13 @@ from kvprobe.instrument import event_log, metrics, nvtx_marks
 from kvprobe.instrument.adapter import Adapter, Target
 from kvprobe.instrument.hooks import Call, Patcher
 
-__all__ = ["NOTHING", "Timed", "TimedCalls"]
+__all__ = ["NOTHING", "TimedCalls", "TimedFunction"]
 
 NOTHING = object()  # what `before` and `after` return of a call that moves nothing: it is no event
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedFunction:
     """A function to time.
 
     Attributes:
@@ -34,9 +34,9 @@ class Timed:
     cause: str = ""
 
 
-def timed(module: str, path: str, parameters: tuple[str, ...] | None, direction: str, cause: str = "") -> Timed:
-    """Shorthand for a table of `Timed`."""
-    return Timed(Target(module, path, parameters), direction, cause)
+def timed(module: str, path: str, parameters: tuple[str, ...] | None, direction: str, cause: str = "") -> TimedFunction:
+    """Shorthand for a table of `TimedFunction`."""
+    return TimedFunction(Target(module, path, parameters), direction, cause)
 
 
 class _Open:
@@ -56,7 +56,7 @@ _thread = (
 class TimedCalls(Adapter):
     """Subclasses list functions in `timed` and say in `describe` what a call moved."""
 
-    timed: ClassVar[tuple[Timed, ...]]
+    timed: ClassVar[tuple[TimedFunction, ...]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """The targets are the functions to time, and what a subclass adds."""
@@ -77,14 +77,16 @@ class TimedCalls(Adapter):
             stepwise = inspect.isgeneratorfunction(inspect.unwrap(getattr(raw, "__func__", raw)))
             patcher.wrap(owner, name, self._stepwise(entry) if stepwise else self._whole(entry))
 
-    def describe(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> dict[str, Any]:
+    def describe(
+        self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> dict[str, Any]:
         """Fields for the event: `bytes`, `copies`, `cause`, and others. Called after the server's function."""
         return {}
 
-    def before(self, entry: Timed, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Something to remember from before the call, handed to `after`; or NOTHING."""
 
-    def after(self, entry: Timed, remembered: Any) -> Any:
+    def after(self, entry: TimedFunction, remembered: Any) -> Any:
         """Fields for the event out of what `before` returned; or NOTHING."""
         return {}
 
@@ -99,7 +101,7 @@ class TimedCalls(Adapter):
             mine = mine.outer
         return mine.remembered if mine is not None else None
 
-    def _whole(self, entry: Timed) -> Callable[..., Any]:
+    def _whole(self, entry: TimedFunction) -> Callable[..., Any]:
         def hook(call: Call, *args: Any, **kwargs: Any) -> Any:
             if not self.heard():
                 return call()
@@ -129,7 +131,7 @@ class TimedCalls(Adapter):
 
         return hook
 
-    def _stepwise(self, entry: Timed) -> Callable[..., Any]:
+    def _stepwise(self, entry: TimedFunction) -> Callable[..., Any]:
         """For a generator: the time inside its steps, not between them."""
 
         def hook(call: Call, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +143,7 @@ class TimedCalls(Adapter):
         return hook
 
     def _steps(
-        self, entry: Timed, inner: Generator[Any, Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, entry: TimedFunction, inner: Generator[Any, Any, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Generator[Any, Any, Any]:
         took = steps = longest = 0
         sent: Any = None
@@ -175,7 +177,7 @@ class TimedCalls(Adapter):
                 fields["note"] = f"not described: {error}"
             self._emit(entry, took, fields)
 
-    def _emit(self, entry: Timed, took_ns: int, fields: dict[str, Any]) -> None:
+    def _emit(self, entry: TimedFunction, took_ns: int, fields: dict[str, Any]) -> None:
         event = {
             "adapter": self.name,
             "server": self.server,

@@ -52,7 +52,7 @@ Requests = Annotated[list[Id | int], msgspec.Meta(max_length=MOST_REQUESTS)]
 Counts = Annotated[list[Count], msgspec.Meta(max_length=MOST_REQUESTS)]
 
 
-class _Told(msgspec.Struct):
+class _Step(msgspec.Struct):
     """A datagram: a step where it has `requests` or `step`, else times of a request."""
 
     step: Ns | None = None
@@ -79,7 +79,7 @@ class StepSocket:
         self.refused: Counter[str] = Counter()
         self.taken = 0
         self._files: dict[int, StepLines] = {}
-        self._decoder = msgspec.json.Decoder(_Told)
+        self._decoder = msgspec.json.Decoder(_Step)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._socket: socket.socket | None = None

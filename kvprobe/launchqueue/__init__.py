@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from kvprobe.launchqueue.calibration import QueueLimits, calibrate
     from kvprobe.launchqueue.detector import Detector, Slowness, SubmissionRun
 
-__all__ = ["Detector", "SubmissionRun", "QueueLimits", "Slowness", "calibrate"]
+__all__ = ["Detector", "QueueLimits", "Slowness", "SubmissionRun", "calibrate"]
 
 _HOME_OF = {"QueueLimits": "calibration", "calibrate": "calibration"}
 

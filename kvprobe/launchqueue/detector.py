@@ -18,9 +18,9 @@ from enum import Enum
 
 from kvprobe.launchqueue.baseline import Baseline
 from kvprobe.launchqueue.calibration import QueueLimits
+from kvprobe.launchqueue.call_counts import CallCounts, QueueWindow
 from kvprobe.launchqueue.constants import PAUSE_NS, ROOM_SHARE, SLACK
 from kvprobe.launchqueue.judge import conclude
-from kvprobe.launchqueue.window import Counted, Window
 
 
 class Slowness(str, Enum):
@@ -108,10 +108,10 @@ class Saturation:
 class _Stream:
     """One stream: its calls at the top of the queue, those with free slots, and how its number outstanding moved."""
 
-    window: Window | None = None
+    window: QueueWindow | None = None
     onset_ns: int = 0
     depth: int = 0
-    with_room: Counted = field(default_factory=Counted)
+    with_room: CallCounts = field(default_factory=CallCounts)
     level: int = -1  # outstanding where the count is followed from; -1: not followed
     submitted: int = 0  # since then
     standing: bool = False  # it stood still over the last stretch
@@ -216,7 +216,7 @@ class Detector:
     def _at_ceiling(self, state: _Stream, seen: SubmissionRun, lost: int) -> Slowness:
         window = state.window
         if window is None:
-            window = state.window = Window(
+            window = state.window = QueueWindow(
                 span_ns=seen.end_ns - seen.first_blocked_ns - seen.preempted_ns,
                 whole_ns=seen.end_ns - seen.first_blocked_ns,
             )
@@ -224,9 +224,9 @@ class Detector:
             state.depth = min(seen.outstanding + seen.first_blocked, self.limits.depth)
         kept, kept_ns = seen.blocked - seen.preempted, seen.blocked_ns - seen.preempted_ns
         window.blocked += seen.blocked
-        window.kept += kept
+        window.on_cpu += kept
         window.lost_ns += lost
-        window.kept_lost_ns += max(kept_ns - kept * self._baseline.ns, 0.0)
+        window.on_cpu_lost_ns += max(kept_ns - kept * self._baseline.ns, 0.0)
         window.longest_ns = max(window.longest_ns, seen.longest_ns)
         window.top.add(*_kept(seen))
         evidence = window.evidence(state.with_room, self._baseline.ns, min(seen.longest_ns, kept_ns))

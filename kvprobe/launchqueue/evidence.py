@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 __all__ = [
+    "DepthStep",
     "Evidence",
     "Flood",
     "HeldAt",
@@ -15,13 +16,12 @@ __all__ = [
     "Labels",
     "LiveSums",
     "LiveWindow",
-    "Numbered",
+    "NumberedLaunches",
+    "OtherSlowCalls",
     "OverStreams",
     "Pinned",
     "Plateau",
     "Regular",
-    "Rest",
-    "DepthStep",
     "StoodStill",
     "Transfers",
 ]
@@ -101,16 +101,16 @@ class StoodStill:
 
     Attributes:
         deepest, depth: outstanding at most; what a queue takes as calibrated; 0 unknown.
-        fenced: calls for most of which nothing of the stream executed, and then it moved on; where the depth is unknown
+        fences: calls for most of which nothing of the stream executed, and then it moved on; where the depth is unknown
             of those alone whose stream had been told to wait, while kernels ran.
-        behind: calls for most of which one operation of the stream ran, or none, and that returned as the stream moved
+        delays: calls for most of which one operation of the stream ran, or none, and that returned as the stream moved
             on.
     """
 
     deepest: int
     depth: float
-    fenced: int = 0
-    behind: int = 0
+    fences: int = 0
+    delays: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,27 +245,27 @@ class Flood:
 
 
 @dataclass(frozen=True, slots=True)
-class Numbered:
+class NumberedLaunches:
     """From the host alone: kernel launches of which each slow one tells its number.
 
     Attributes:
         slow, lost_ns: beyond the number that a queue takes, and what they took more.
         early_ns: what slow ones before it took more.
-        over: numbers from the first of the slow ones to the last.
+        slow_span: numbers from the first of the slow ones to the last.
         first: the number of the first.
-        held: launches that the queue held there; 0: that is no depth of a queue.
+        capacity: launches that the queue held there; 0: that is no depth of a queue.
     """
 
     slow: int
     lost_ns: int
     early_ns: int
-    over: int
+    slow_span: int
     first: int
-    held: int
+    capacity: int
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class OtherSlowCalls:
     """From the host alone: what is slow for no reason that is seen.
 
     Attributes:
@@ -294,13 +294,13 @@ class OverStreams:
     Attributes:
         submitted, own: before it in the burst, to all streams and to its own.
         channels: that the machine may have.
-        told: its stream was told to wait for an event.
+        after_event: its stream was told to wait for an event.
     """
 
     submitted: int
     own: int
     channels: tuple[int, ...]
-    told: bool
+    after_event: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,21 +308,21 @@ class LiveWindow:
     """Of a running stream: its calls at the top of the queue since that was last half empty.
 
     Attributes:
-        longest_kept_ns: the longest of the newest calls in which the thread kept its CPU.
+        longest_on_cpu_ns: the longest of the newest calls in which the thread kept its CPU.
         blocked, lost_ns, span_ns: slow calls, what they took above the baseline, and the time since the first.
-        kept, kept_lost_ns, kept_span_ns: the same without calls and time in which the thread lost its CPU.
+        on_cpu, on_cpu_lost_ns, on_cpu_span_ns: the same without calls and time in which the thread lost its CPU.
         top_calls, top_slow, top_mean_ns: calls at the top, older ones at a falling weight.
         room_odds, room_mean_ns: slow calls for each fast one with a slot; what those take as a mean.
         baseline_ns: what a call costs with a slot.
     """
 
-    longest_kept_ns: int
+    longest_on_cpu_ns: int
     blocked: int
     lost_ns: int
     span_ns: int
-    kept: int
-    kept_lost_ns: float
-    kept_span_ns: int
+    on_cpu: int
+    on_cpu_lost_ns: float
+    on_cpu_span_ns: int
     top_calls: float
     top_slow: float
     top_mean_ns: float
@@ -369,8 +369,8 @@ Evidence = (
     | HeldAt
     | InBurst
     | Flood
-    | Numbered
-    | Rest
+    | NumberedLaunches
+    | OtherSlowCalls
     | OverStreams
     | LiveWindow
     | LiveSums

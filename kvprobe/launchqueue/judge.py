@@ -141,9 +141,9 @@ def _regular(e: seen.Regular) -> QueueConclusion:
 
 
 def _stood_still(e: seen.StoodStill) -> QueueConclusion:
-    what = f"{e.fenced + e.behind:,} long calls with {e.deepest:,} outstanding, while their stream stood still"
+    what = f"{e.fences + e.delays:,} long calls with {e.deepest:,} outstanding, while their stream stood still"
     deep = e.deepest >= (c.FULL_SHARE * e.depth if e.depth else c.REAL_DEPTH)
-    return _said(deep and (e.fenced > 0 or (e.behind > 0 and e.deepest >= c.USUAL_DEPTHS[0])), what)
+    return _said(deep and (e.fences > 0 or (e.delays > 0 and e.deepest >= c.USUAL_DEPTHS[0])), what)
 
 
 # ---- from the host alone ---------------------------------------------------------------------------------------------
@@ -219,12 +219,12 @@ def _flood(e: seen.Flood) -> QueueConclusion:
     )
 
 
-def _numbered(e: seen.Numbered) -> QueueConclusion:
+def _numbered(e: seen.NumberedLaunches) -> QueueConclusion:
     what = f"{e.slow} kernel launches took {ms(e.lost_ns)} more than others, the first after {e.first:,} launches"
-    few = e.slow < c.LEAST_BLOCKED or e.slow < c.CHUNK_SHARE * e.over
+    few = e.slow < c.LEAST_BLOCKED or e.slow < c.CHUNK_SHARE * e.slow_span
     if few or e.lost_ns <= 4 * e.early_ns:
         return QueueConclusion("not full", what)
-    if not e.held:
+    if not e.capacity:
         return QueueConclusion("cannot tell", f"{what}, which is no depth of a queue ({_HOST_ONLY})")
     return QueueConclusion(
         "full",
@@ -233,7 +233,7 @@ def _numbered(e: seen.Numbered) -> QueueConclusion:
     )
 
 
-def _rest(e: seen.Rest) -> QueueConclusion:
+def _rest(e: seen.OtherSlowCalls) -> QueueConclusion:
     least = max(c.NOTABLE_NS, c.NOTABLE_SHARE * e.span_ns)
     how = f"({e.how})"
     if e.depth and not e.top:
@@ -253,7 +253,7 @@ def _over_streams(e: seen.OverStreams) -> QueueConclusion:
         for n in e.channels
     )
     what = f"a copy waited after {e.submitted:,} of its burst, {e.own:,} of them on its own stream"
-    return _said(e.told and e.own <= c.OWN_SHARE * c.CHANNEL_SLOTS and any(filled), what)
+    return _said(e.after_event and e.own <= c.OWN_SHARE * c.CHANNEL_SLOTS and any(filled), what)
 
 
 # ---- of a running process --------------------------------------------------------------------------------------------
@@ -267,8 +267,8 @@ def _live_window(e: seen.LiveWindow) -> QueueConclusion:
     """
     share, fast = _share(e.top_slow, e.top_calls), e.top_calls - e.top_slow
     odds = e.top_slow / fast if fast > 0 else float("inf") if e.top_slow else 0.0
-    waits_itself = e.longest_kept_ns >= c.FENCE_NS
-    steady = e.kept >= c.STEADY_CALLS and e.kept_lost_ns >= c.STEADY_SHARE * e.kept_span_ns
+    waits_itself = e.longest_on_cpu_ns >= c.FENCE_NS
+    steady = e.on_cpu >= c.STEADY_CALLS and e.on_cpu_lost_ns >= c.STEADY_SHARE * e.on_cpu_span_ns
     often = e.blocked >= max(c.OFTEN_CALLS, e.span_ns / c.OFTEN_NS) and e.lost_ns >= c.STEADY_SHARE * e.span_ns
     likely = share >= c.BLOCKED_SHARE and odds >= c.ELSEWHERE_TIMES * e.room_odds
     usual_ns = max(e.baseline_ns, e.room_mean_ns)
@@ -300,8 +300,8 @@ _RULES: dict[type, Callable[[Any], QueueConclusion]] = {
     seen.HeldAt: _held_at,
     seen.InBurst: _in_burst,
     seen.Flood: _flood,
-    seen.Numbered: _numbered,
-    seen.Rest: _rest,
+    seen.NumberedLaunches: _numbered,
+    seen.OtherSlowCalls: _rest,
     seen.OverStreams: _over_streams,
     seen.LiveWindow: _live_window,
     seen.LiveSums: _live_sums,

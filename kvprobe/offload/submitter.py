@@ -120,7 +120,7 @@ class Copies:
     bases: Sequence[tuple[int, int]] = ((0, 0),)
 
 
-class _Given:
+class _Request:
     """The native side's view of what submissions copy, and the memory that it points into."""
 
     def __init__(self, parts: Sequence[Sequence[Copies]]) -> None:
@@ -267,7 +267,7 @@ class Submitter:
         """
         if direction not in DIRECTION:
             raise UsageError(f"unknown direction {direction!r}: use load or store")
-        given = _Given(parts)
+        given = _Request(parts)
         handle = self._handle
         if handle is None:
             raise TransferError("the submitter takes no more transfers: it is closed")

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["METRICS", "LinkState", "DeviceSample", "Sampler", "devices", "link_state", "read_samples"]
+__all__ = ["METRICS", "DeviceSample", "LinkState", "Sampler", "devices", "link_state", "read_samples"]
 
 METRICS = (
     "pcie_gen",

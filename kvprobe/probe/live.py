@@ -40,11 +40,11 @@ from kvprobe.runfolder.identity import alive
 
 __all__ = [
     "DIRECTIONS",
+    "CallTime",
     "InFlight",
     "Live",
     "ProcessView",
     "StreamView",
-    "CallTime",
     "Totals",
     "find_rings",
     "totals",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvprobe.recordings.model import Recording
     from kvprobe.recordings.reader import Reader
 
-__all__ = ["open_apart", "open_recording", "expand", "expand_deeply", "sniff", "FORMATS"]
+__all__ = ["FORMATS", "expand", "expand_deeply", "open_apart", "open_recording", "sniff"]
 
 Progress = Callable[[str, float], None]
 

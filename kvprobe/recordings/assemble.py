@@ -12,7 +12,7 @@ from kvprobe.recordings.model import Array, Recording, Table
 from kvprobe.recordings.vocabulary import as_text
 
 __all__ = [
-    "Growing",
+    "GrowingColumn",
     "bounded",
     "codes",
     "constant",
@@ -23,8 +23,8 @@ __all__ = [
     "match",
     "narrowed",
     "pairs",
-    "quantile",
     "positions",
+    "quantile",
     "sorted_table",
     "spans",
     "stream_rows",
@@ -211,7 +211,7 @@ def join(parts: list[Array]) -> Array:
     return out
 
 
-class Growing:
+class GrowingColumn:
     """A column of int64 that arrives in parts: one value for as long as it is one, then one array.
 
     Parts that are joined at the end need their memory twice, and leave holes that no longer array fits into.

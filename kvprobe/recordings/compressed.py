@@ -11,14 +11,14 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import BinaryIO
 
-__all__ = ["Damaged", "form_of", "first_bytes", "pieces"]
+__all__ = ["DamagedStream", "first_bytes", "form_of", "pieces"]
 
 _MAGIC = {"gzip": b"\x1f\x8b", "xz": b"\xfd7zXZ\0"}
 _READ_BYTES = 1 << 17
 _DICTIONARY_BYTES = 256 << 20  # of xz, whose strongest preset needs 65 MiB; a file may ask for 4 GiB
 
 
-class Damaged(EOFError):
+class DamagedStream(EOFError):
     """The compressed bytes are not those that were written."""
 
 
@@ -31,7 +31,7 @@ def first_bytes(start: bytes, form: str, count: int) -> bytes:
     """The first bytes of what is compressed, of its first bytes; none where those are damaged or too few."""
     try:
         return _unpacker(form)(start, count)
-    except Damaged:
+    except DamagedStream:
         return b""
 
 
@@ -39,7 +39,7 @@ def pieces(file: BinaryIO, form: str, most: int) -> Iterator[bytes]:
     """What is compressed in a file, in pieces of at most `most` bytes; several members, and padding, are as one.
 
     Raises:
-        Damaged: after the pieces before the damage.
+        DamagedStream: after the pieces before the damage.
         EOFError: the file ends in the middle; after all that is there.
         RecordingError: this Python was built without xz.
     """
@@ -77,7 +77,7 @@ class _Gzip:
         try:
             piece = self._stream.decompress(self._stream.unconsumed_tail + data, most)
         except zlib.error as error:
-            raise Damaged(f"damaged gzip data: {error}") from error
+            raise DamagedStream(f"damaged gzip data: {error}") from error
         self._filled = len(piece) == most
         return piece
 
@@ -110,7 +110,7 @@ class _Xz:
         try:
             return self._stream.decompress(data, most)
         except self._error as error:
-            raise Damaged(f"damaged xz data: {error}") from error
+            raise DamagedStream(f"damaged xz data: {error}") from error
 
     @property
     def hungry(self) -> bool:

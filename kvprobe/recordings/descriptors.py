@@ -16,7 +16,7 @@ from kvprobe.launchqueue.constants import PAUSE_NS
 from kvprobe.recordings.assemble import is_kind, pairs, positions
 from kvprobe.recordings.link_rate import link_rate
 from kvprobe.recordings.model import Array, CallKind, Direction, Memory, Recording
-from kvprobe.recordings.window import ServingWindow
+from kvprobe.recordings.serving import ServingWindow
 
 __all__ = ["Neighbours", "StreamCopies", "call_costs", "copies_by_stream", "has_addresses", "neighbours"]
 

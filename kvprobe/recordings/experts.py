@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvprobe.recordings.model import Array, CallKind, Direction, Recording
-from kvprobe.recordings.window import ServingWindow
+from kvprobe.recordings.serving import ServingWindow
 from kvprobe.reuse.distances import FIRST, earlier_not_above, last_uses, stack_distances
 
 __all__ = ["LEAST_BYTES", "ExpertTensor", "ExpertUploads", "expert_uploads"]

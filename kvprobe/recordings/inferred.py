@@ -29,7 +29,7 @@ from kvprobe.launchqueue.constants import (
     SCALED_DEPTH,
     USUAL_DEPTHS,
 )
-from kvprobe.launchqueue.evidence import DepthStep, HeldAt, InBurst, Numbered, Pinned, Rest
+from kvprobe.launchqueue.evidence import DepthStep, HeldAt, InBurst, NumberedLaunches, OtherSlowCalls, Pinned
 from kvprobe.launchqueue.judge import conclude
 from kvprobe.recordings.assemble import distinct, quantile
 from kvprobe.recordings.buckets import bucket_floor_ns
@@ -163,7 +163,7 @@ def _infer(recording: Recording, queue: StreamOccupancy, marked: MarkedDepth | N
         return
     excess = (duration - given.base)[slow]
     queue.conclusion = conclude(
-        Rest(
+        OtherSlowCalls(
             int(excess.sum()),
             without_cpu(recording, queue.calls[slow], excess) if len(excess) else 0,
             int(given.end.max()) - int(given.start[0]),
@@ -206,7 +206,7 @@ def _by_marks(
     return concluded.full
 
 
-class _Counted(NamedTuple):
+class _CountedDepths(NamedTuple):
     """What was outstanding at each call, where it was counted.
 
     Attributes:
@@ -231,18 +231,20 @@ def _count(
     marked: MarkedDepth | None,
     known: int,
     depths: _Depths,
-) -> _Counted | None:
+) -> _CountedDepths | None:
     """The count by the ends of transfers, else by timing events; None where neither is of nearly all slow calls."""
     counted = _by_transfers(recording, queue)
     if counted is not None:
         how = _INFERRED.format("what was outstanding is counted from the ends of transfers")
-        return _Counted(counted, np.ones(len(counted), dtype=bool), how, known, True)
+        return _CountedDepths(counted, np.ones(len(counted), dtype=bool), how, known, True)
     asked = given.slow & given.judged
     if marked is None or 10 * int((asked & marked.known).sum()) < 9 * int(asked.sum()):
         return None
     least = known or int(depths.usual[0])
     never = marked.everywhere < FULL_SHARE * least  # whatever streams share a queue
-    return _Counted(marked.own, marked.known, "counted by timing events in the stream", least if never else 0, never)
+    return _CountedDepths(
+        marked.own, marked.known, "counted by timing events in the stream", least if never else 0, never
+    )
 
 
 def _queue_calls(recording: Recording, queue: StreamOccupancy) -> QueueCalls:
@@ -301,7 +303,7 @@ def _launches(recording: Recording, queue: StreamOccupancy, numbered: Array, bas
     top, early = long & (place >= low), long & (place < low)
     held = known or (_held(calls, rows[at], place, top, depths) if top.any() else 0)
     concluded = conclude(
-        Numbered(
+        NumberedLaunches(
             int(top.sum()),
             int(lost[top].sum()),
             int(lost[early].sum()),
@@ -331,7 +333,7 @@ def _unexplained(recording: Recording, queue: StreamOccupancy, rows: Array, lost
     mine = calls["process"] == calls["process"][queue.calls[0]]
     span = int(calls["end_ns"][mine].max()) - int(calls["start_ns"][mine].min())
     what, how = f"{len(rows):,} kernel launches", _INFERRED.format("launches are counted by their thread")
-    concluded = conclude(Rest(int(lost.sum()), without_cpu(recording, rows, lost), span, what, how))
+    concluded = conclude(OtherSlowCalls(int(lost.sum()), without_cpu(recording, rows, lost), span, what, how))
     if queue.verdict == "not full" and concluded.state == "cannot tell":
         queue.conclusion = concluded
 

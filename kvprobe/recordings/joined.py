@@ -13,8 +13,8 @@ from kvprobe.recordings.intervals import Cover, distinct, running_max_by_group
 from kvprobe.recordings.link_rate import link_rate
 from kvprobe.recordings.links import links_of
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Engine, Memory, Recording
+from kvprobe.recordings.serving import serving_window
 from kvprobe.recordings.tier_uses import TierUses, tier_uses
-from kvprobe.recordings.window import serving_window
 
 Array: TypeAlias = npt.NDArray[Any]
 

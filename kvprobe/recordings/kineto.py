@@ -27,7 +27,7 @@ from kvprobe.recordings.trace_text import TraceText, read_ahead, text_chunks
 if TYPE_CHECKING:
     from kvprobe.recordings.kineto_decode import Decoder
 
-__all__ = ["read", "rank_of"]
+__all__ = ["rank_of", "read"]
 
 Progress = Callable[[str, float], None]
 

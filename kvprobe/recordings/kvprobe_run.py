@@ -89,7 +89,7 @@ def read(
         RecordingError: no ring file can be read; files of a run that cannot be are named in `notes` instead.
     """
     given = [Path(paths)] if isinstance(paths, (str, os.PathLike)) else [Path(path) for path in paths]
-    names, found = Names(), _Found(progress)
+    names, found = Names(), _Files(progress)
     for path in given:
         found.take(path)
     if progress is not None:
@@ -127,7 +127,7 @@ def read(
 
 
 @dataclass
-class _Found:
+class _Files:
     """What the given folders and ring files hold, one after another.
 
     Attributes:
@@ -328,7 +328,7 @@ def _fill(
     recording: Recording, processes: list[Process], shifts: list[int], runs: dict[Path, dict[str, Any]], names: Names
 ) -> None:
     """Makes every table, in steps: what the ring files hold, their streams, and what the other files add."""
-    gathered = _Gathered(recording.lost)
+    gathered = _Contents(recording.lost)
     for row, (process, shift) in enumerate(zip(processes, shifts, strict=True)):
         gathered.take(row, shift, process)
     calls, marked, looks = (_together(parts) for parts in (gathered.calls, gathered.marks, gathered.looks))
@@ -373,25 +373,25 @@ class _Totals:
 
     Attributes:
         slots: (rows,) SLOT; `process`, `thread` and `stream` of each likewise.
-        over: process, call, calls, bytes and ns of what no slot could take.
+        without_slot: process, call, calls, bytes and ns of what no slot could take.
     """
 
     slots: Array
     process: Array
     thread: Array
     stream: Array
-    over: list[tuple[int, int, int, int, int]]
+    without_slot: list[tuple[int, int, int, int, int]]
 
 
 @dataclass
-class _Gathered:
+class _Contents:
     """What the ring files hold, process by process.
 
     Attributes:
         lost: row of a process -> single calls that were overwritten; the recording's own, filled here.
         calls: single calls and transfers; `marks` of the device; `looks` at what copies carried; page `faults`.
         totals: row of a process, slots, and the thread of each slot.
-        over: see `_Totals`.
+        without_slot: see `_Totals`.
     """
 
     lost: dict[int, int]
@@ -400,7 +400,7 @@ class _Gathered:
     looks: list[_Part] = field(default_factory=list)
     faults: list[_Part] = field(default_factory=list)
     totals: list[tuple[int, Array, Array]] = field(default_factory=list)
-    over: list[tuple[int, int, int, int, int]] = field(default_factory=list)
+    without_slot: list[tuple[int, int, int, int, int]] = field(default_factory=list)
 
     def take(self, row: int, shift: int, process: Process) -> None:
         """The files of one process."""
@@ -422,7 +422,7 @@ class _Gathered:
                 slots = section.slots[section.slots["call"] != TRANSFER]
                 owner = section.tid if section.owners == 1 and section.tid else _only_thread(section.records)
                 self.totals.append((row, slots, np.full(len(slots), owner, dtype=np.int64)))
-            self.over += [
+            self.without_slot += [
                 (row, int(c), int(ring.over_count[c]), int(ring.over_bytes[c]), int(ring.over_dur_ns[c]))
                 for c in np.flatnonzero(ring.over_count)
                 if not FIRST_FILE <= c <= LAST_FILE
@@ -434,7 +434,7 @@ class _Gathered:
         rows = np.array([row for row, _, _ in self.totals], dtype=np.int32)
         process = np.repeat(rows, [len(part) for _, part, _ in self.totals])
         thread = np.concatenate([owners for _, _, owners in self.totals] or [np.zeros(0, np.int64)])
-        return _Totals(slots, process, thread, np.full(len(slots), -1, np.int32), self.over)
+        return _Totals(slots, process, thread, np.full(len(slots), -1, np.int32), self.without_slot)
 
 
 def _together(parts: list[_Part]) -> RingRecords:
@@ -613,7 +613,7 @@ def _calls(recording: Recording, rings: RingRecords, words: _CallWords) -> None:
 def _totals(recording: Recording, totals: _Totals, words: _CallWords) -> None:
     """One row a slot; calls that no slot could take follow, a row for each call's name, on no stream."""
     slots = totals.slots
-    extra = np.array(totals.over, dtype=np.int64).reshape(-1, 5)
+    extra = np.array(totals.without_slot, dtype=np.int64).reshape(-1, 5)
     none = np.full(len(extra), -1, dtype=np.int64)
     zero = np.zeros(len(extra), dtype=np.int64)
 

@@ -9,7 +9,7 @@ import numpy as np
 from kvprobe.recordings.assemble import is_kind, match, spans
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Engine, Recording, Table
 
-__all__ = ["Links", "links_of", "link"]
+__all__ = ["Links", "link", "links_of"]
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,12 @@ if TYPE_CHECKING:
     import pyarrow
 
     from kvprobe.recordings.links import Links
-    from kvprobe.recordings.window import ServingWindow
+    from kvprobe.recordings.serving import ServingWindow
 
 Array = npt.NDArray[Any]
 
 __all__ = [
+    "SCHEMAS",
     "SUBMITTING",
     "CallKind",
     "Direction",
@@ -46,11 +47,10 @@ __all__ = [
     "Memory",
     "Phase",
     "RangeStyle",
-    "RequestTime",
     "Recording",
+    "RequestTime",
     "Source",
     "Table",
-    "SCHEMAS",
 ]
 
 
@@ -502,7 +502,7 @@ class Recording:
         lost: detail records known to be lost, by process row.
         incomplete: one line for each thing that should be here and is not: cut off, damaged, unread. Such a recording
             proves nothing to be healthy.
-        window: the part that is judged, where somebody gave it (`recordings.window.ServingWindow`).
+        window: the part that is judged, where somebody gave it (`recordings.serving.ServingWindow`).
         known_links: what `recordings.links.links_of` worked out, kept for whoever asks next.
         known_names: likewise, what `are_named` worked out.
     """

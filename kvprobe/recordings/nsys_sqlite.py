@@ -19,7 +19,7 @@ import numpy as np
 
 from kvprobe.errors import RecordingError
 from kvprobe.recordings import vocabulary as words
-from kvprobe.recordings.assemble import Growing, codes, join, match, narrowed, sorted_table, stream_rows
+from kvprobe.recordings.assemble import GrowingColumn, codes, join, match, narrowed, sorted_table, stream_rows
 from kvprobe.recordings.links import link
 from kvprobe.recordings.model import Array, CallKind, Engine, Label, RangeStyle, Recording, Source, Table
 from kvprobe.recordings.trace_library import native_library
@@ -183,7 +183,7 @@ class Export:
         # A damaged b-tree can repeat a page without end; a row cannot take less than four bytes.
         most = max(self.bytes // 4, 1)
         expected = self._rows_expected(table)
-        found = [Growing(expected) for _ in wanted]
+        found = [GrowingColumn(expected) for _ in wanted]
         read = 0
         while True:
             flat = np.fromiter(chain.from_iterable(islice(cursor, _BATCH)), dtype=np.int64)
@@ -227,7 +227,7 @@ class Export:
                 keys[0] if len(keys) == 1 else -1,
             )
             expected = self._rows_expected(table)
-            found = [Growing(expected) for _ in wanted]
+            found = [GrowingColumn(expected) for _ in wanted]
             part = np.empty((len(order), _BATCH), dtype=np.int64)
             rows = ctypes.c_uint64()
             while state:

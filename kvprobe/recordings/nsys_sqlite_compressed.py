@@ -30,7 +30,7 @@ def read(path: Path, progress: Progress | None = None) -> Recording:
         try:
             _unpack(path, unpacked, progress)
         except EOFError as error:
-            if isinstance(error, compressed.Damaged):
+            if isinstance(error, compressed.DamagedStream):
                 raise RecordingError(f"{path}: cannot be unpacked ({error})") from error
             # cut off: what is there is read, and the reader says what is missing
         except OSError as error:

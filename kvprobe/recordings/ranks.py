@@ -9,7 +9,7 @@ import numpy as np
 
 from kvprobe.recordings.summary import GpuTime, Rank, Stat, Summary, percentile_ns, worst_of
 
-__all__ = ["RankComparison", "RankRow", "Waiting", "compare"]
+__all__ = ["RankComparison", "RankRow", "RankWaits", "compare"]
 
 _SUBMISSIONS = ("copy", "batch", "launch", "graph", "memset")
 
@@ -44,7 +44,7 @@ class RankRow:
 
 
 @dataclass(frozen=True)
-class Waiting:
+class RankWaits:
     """Who waited for whom in collectives.
 
     Attributes:
@@ -65,7 +65,7 @@ class RankComparison:
     """All ranks, most time lost first."""
 
     rows: list[RankRow]
-    waiting: Waiting
+    waiting: RankWaits
 
 
 def compare(summary: Summary) -> RankComparison:
@@ -122,20 +122,20 @@ def _numbers(name: str) -> tuple[int, str]:
     return int(digits) if digits else -1, name
 
 
-def _waits(ranks: dict[str, Rank]) -> tuple[Waiting, dict[str, int], dict[str, int]]:
+def _waits(ranks: dict[str, Rank]) -> tuple[RankWaits, dict[str, int], dict[str, int]]:
     usable = {name: rank.collectives for name, rank in ranks.items() if rank.recordings == 1 and rank.collectives.count}
     if len(usable) < 2:
         missing = (
             "no collective was recorded of two ranks: record with Nsight Systems or PyTorch's profiler, which record "
             "NCCL's kernels"
         )
-        return Waiting(len(usable), 0, len(ranks) - len(usable), missing), {}, {}
+        return RankWaits(len(usable), 0, len(ranks) - len(usable), missing), {}, {}
     count = max(Counter(one.count for one in usable.values()).items(), key=lambda item: (item[1], item[0]))[0]
     same = {name: one for name, one in sorted(usable.items()) if one.count == count}
     pieces = Counter(len(one.sums) for one in same.values()).most_common(1)[0][0]  # of a file that lies, others
     same = {name: one for name, one in same.items() if len(one.sums) == pieces}
     if len(same) < 2:
-        return Waiting(len(same), 0, len(ranks), "the ranks made different numbers of collectives"), {}, {}
+        return RankWaits(len(same), 0, len(ranks), "the ranks made different numbers of collectives"), {}, {}
     names = list(same)
     sums = np.array([one.sums for one in same.values()], dtype=np.int64)
     over = sums - sums.min(axis=0)
@@ -144,4 +144,4 @@ def _waits(ranks: dict[str, Rank]) -> tuple[Waiting, dict[str, int], dict[str, i
     for piece, who in enumerate(last.tolist()):
         made[names[who]] += int(over[:, piece].sum())
     waited = dict(zip(names, over.sum(axis=1).tolist(), strict=True))
-    return Waiting(len(same), count, len(ranks) - len(same)), made, waited
+    return RankWaits(len(same), count, len(ranks) - len(same)), made, waited

@@ -10,7 +10,7 @@ import numpy as np
 from kvprobe.recordings.buckets import BUCKETS, bucket
 from kvprobe.recordings.model import Array, CallKind, Direction, Engine, Memory, Recording
 from kvprobe.recordings.occupancy import Occupancy, occupancy
-from kvprobe.recordings.summary import BINS, IN_FILES, TOP, Blocked, Collectives, QueueSummary, Rank, Stat, Summary
+from kvprobe.recordings.summary import BINS, IN_FILES, TOP, BlockedCall, Collectives, QueueSummary, Rank, Stat, Summary
 
 __all__ = ["rank_names", "summarize"]
 
@@ -86,10 +86,10 @@ class _Reduction:
         out.top = sorted(map(self.blocked, longest.tolist()), reverse=True)
         return out
 
-    def blocked(self, row: int) -> Blocked:
+    def blocked(self, row: int) -> BlockedCall:
         calls, streams = self.recording.calls, self.recording.streams
         stream = int(calls["stream"][row])
-        return Blocked(
+        return BlockedCall(
             int(self.queues.blocked_ns[row]),
             self.rank(int(calls["process"][row])),
             int(calls["start_ns"][row]),

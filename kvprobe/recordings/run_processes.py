@@ -143,7 +143,7 @@ def _running(process: Process) -> bool | None:
 
 
 def ended(status: object) -> str:
-    """How a process ended, by its status as in `Ended`."""
+    """How a process ended, by its status as in `ProcessEnd`."""
     if not isinstance(status, int):
         return UNTOLD
     if status >= 0:  # with 0, too: it may have left without its handlers

@@ -22,7 +22,17 @@ from kvprobe.launchqueue.judge import STATES
 from kvprobe.recordings.buckets import BUCKETS, bucket_floor_ns
 from kvprobe.recordings.model import Array
 
-__all__ = ["Blocked", "Collectives", "GpuTime", "QueueSummary", "Rank", "Stat", "Summary", "percentile_ns", "worst_of"]
+__all__ = [
+    "BlockedCall",
+    "Collectives",
+    "GpuTime",
+    "QueueSummary",
+    "Rank",
+    "Stat",
+    "Summary",
+    "percentile_ns",
+    "worst_of",
+]
 
 FORMAT, VERSION = "kvprobe-summary", 1
 TOP = 100
@@ -189,7 +199,7 @@ def _worst(a: str, b: str) -> str:
 
 
 @dataclass(frozen=True, order=True)
-class Blocked:
+class BlockedCall:
     """A blocked call; ordered by time lost, then by what tells calls apart."""
 
     blocked_ns: int
@@ -225,7 +235,7 @@ class Summary:
     executions: dict[tuple[str, str, str, str], Stat] = field(default_factory=dict)
     queues: dict[tuple[str, int, int], QueueSummary] = field(default_factory=dict)
     ranks: dict[str, Rank] = field(default_factory=dict)
-    top: list[Blocked] = field(default_factory=list)
+    top: list[BlockedCall] = field(default_factory=list)
     keep: int = TOP
     notes: dict[str, int] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -336,7 +346,7 @@ class Summary:
             {(a, b, c, d): _stat(values) for a, b, c, d, values in content.executions},
             {(rank, device, stream): QueueSummary(*values) for rank, device, stream, values in content.queues},
             {rank: _rank(values) for rank, values in content.ranks},
-            [Blocked(*values) for values in content.top],
+            [BlockedCall(*values) for values in content.top],
             content.keep,
             content.notes,
             content.failed,

@@ -17,17 +17,6 @@ if TYPE_CHECKING:
     from kvprobe.recordings.model import Array
 
 __all__ = [
-    "Names",
-    "base_name",
-    "call_direction",
-    "as_text",
-    "call_kind",
-    "error_name",
-    "stream_title",
-    "kineto_call",
-    "kineto_copy",
-    "label_of",
-    "nsys_name",
     "KINETO_CALLS",
     "KINETO_CODES",
     "KINETO_EXECUTIONS",
@@ -35,6 +24,17 @@ __all__ = [
     "KINETO_RANGES",
     "NSYS_DIRECTIONS",
     "NSYS_MEMORY",
+    "Names",
+    "as_text",
+    "base_name",
+    "call_direction",
+    "call_kind",
+    "error_name",
+    "kineto_call",
+    "kineto_copy",
+    "label_of",
+    "nsys_name",
+    "stream_title",
 ]
 
 _SUFFIX = re.compile(r"(?:_v\d+|_pt[sd][sz])+$")

@@ -12,7 +12,7 @@ from kvprobe.reporting.compare import LEAST, interval
 from kvprobe.reporting.units import number_text, percent
 
 if TYPE_CHECKING:
-    from kvprobe.diagnosis.verdict import Missing
+    from kvprobe.diagnosis.verdict import MissingPart
     from kvprobe.reporting.compare import FindingChange, SubmissionCost
 
 __all__ = ["Conclusion", "conclude"]
@@ -55,7 +55,7 @@ def conclude(
     after: str,
     changes: Sequence[FindingChange],
     cost: SubmissionCost | None,
-    missing: Mapping[str, Missing],
+    missing: Mapping[str, MissingPart],
 ) -> Conclusion:
     """Weighs what changed, by the share of the time that it is.
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvprobe.recordings.descriptors import StreamCopies, copies_by_stream, has_addresses
 from kvprobe.recordings.model import Direction, Recording
-from kvprobe.recordings.window import ServingWindow
+from kvprobe.recordings.serving import ServingWindow
 from kvprobe.reporting import streams
 from kvprobe.reporting.units import NONE, bytes_text, count_text, duration, number_text, rate
 from kvprobe.reporting.views import TableView, more_rows, table

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvprobe.diagnosis.startup import startup
 from kvprobe.diagnosis.verdict import of_recording
 from kvprobe.output.recorded import StatsJson
-from kvprobe.recordings.window import serving_window
+from kvprobe.recordings.serving import serving_window
 
 if TYPE_CHECKING:
     from kvprobe.diagnosis import Examination

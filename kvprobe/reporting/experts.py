@@ -6,7 +6,7 @@ from kvprobe.account import Account
 from kvprobe.account.expert_gains import FIXED, PREFETCH, SLOTS, ExpertChange, expert_gains
 from kvprobe.recordings.experts import ExpertTensor, ExpertUploads, expert_uploads
 from kvprobe.recordings.model import Recording
-from kvprobe.recordings.window import ServingWindow
+from kvprobe.recordings.serving import ServingWindow
 from kvprobe.reporting.units import NONE, bytes_text, count_text, duration, percent
 from kvprobe.reporting.views import Cell, Chart, TableView, left_out, table
 

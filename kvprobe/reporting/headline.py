@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvprobe.diagnosis.finding import ranked
 from kvprobe.diagnosis.verdict import of_recording as diagnosis_verdict
-from kvprobe.recordings.window import recorded_span
+from kvprobe.recordings.serving import recorded_span
 from kvprobe.reporting.units import count_text, duration, percent
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvprobe.diagnosis.verdict import Verdict
     from kvprobe.recordings.model import Recording
 
-__all__ = ["Fact", "Part", "PageHead", "change_parts", "cure_parts", "of_recording", "saving_text"]
+__all__ = ["Fact", "PageHead", "Part", "change_parts", "cure_parts", "of_recording", "saving_text"]
 
 WORDS = {
     "critical": "Critical",

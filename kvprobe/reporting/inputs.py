@@ -68,7 +68,7 @@ def sections(inputs: Sequence[Input], notes: Sequence[str] = ()) -> tuple[Sectio
                 Cell(one.name, to=prefix if shown else ""),
                 judged.headline,
                 (duration(one.lost_ns) if one.lost_ns else NONE, one.lost_ns),
-                (count_text(found.made), found.made),
+                (count_text(found.calls), found.calls),
                 (duration(found.host_ns), found.host_ns),
                 (duration(span_ns), span_ns),
             ]

@@ -58,9 +58,9 @@ def _waits(name: str, one: Waits) -> str:
 
 def sentences(told: Requests) -> list[str]:
     """What the figures say, in the order in which somebody asks."""
-    out = [_waits("Time between tokens", told.between), _waits("Time to first token", told.first)]
-    if told.told < told.requests:
-        from_step = told.requests - told.told
+    out = [_waits("Time between tokens", told.between_tokens), _waits("Time to first token", told.first_token)]
+    if told.arrivals < told.requests:
+        from_step = told.requests - told.arrivals
         out[1] += f" {from_step:,} requests are counted from their first step: when they arrived was not recorded."
     if told.undecided:
         return [*out, f"Undecided which steps were late: {told.undecided}."]
@@ -119,7 +119,7 @@ def step_rows(told: Requests) -> list[list[str]]:
             duration(one.longer_ns),
             _most(one.to_json()["surplus_ns"]),
             one.cause or NONE,
-            f"{one.held.calls[0].name} {duration(one.held.calls[0].ns)}" if one.held.calls else NONE,
+            f"{one.inside.calls[0].name} {duration(one.inside.calls[0].ns)}" if one.inside.calls else NONE,
         ]
         for one in told.late[:SHOWN]
     ]
@@ -139,13 +139,13 @@ def _tables(told: Requests) -> list[TableView | None]:
     requests = table("Late requests", REQUEST_COLUMNS, request_rows(told), left_out(SHOWN, len(told.late_requests)))
     rows: list[list[str | Cell]] = []
     for one, texts in zip(told.late, step_rows(told), strict=False):
-        call = one.held.calls[0].row if one.held.calls else -1
+        call = one.inside.calls[0].row if one.inside.calls else -1
         rows.append([*texts[:-1], Cell(texts[-1], None, call)])
     steps = table("Late steps", STEP_COLUMNS, rows, left_out(SHOWN, told.late_steps))
     stacks = [
         [str(one.step), str(stack.thread), duration(stack.blocked_ns), " < ".join(stack.frames[:4])]
         for one in told.late[:SHOWN]
-        for stack in one.held.stacks[:1]
+        for stack in one.inside.stacks[:1]
     ]
     named = table(
         "Python stacks taken in late steps", ("Step", "Thread", "Blocked for", "Stack, innermost first"), stacks

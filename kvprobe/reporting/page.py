@@ -18,7 +18,7 @@ import jinja2
 from markupsafe import Markup
 
 from kvprobe.errors import UsageError
-from kvprobe.recordings.window import recorded_span
+from kvprobe.recordings.serving import recorded_span
 from kvprobe.reporting import headline
 from kvprobe.reporting.inputs import Input
 from kvprobe.reporting.inputs import sections as apart

@@ -15,7 +15,7 @@ from kvprobe.diagnosis.finding import ranked
 from kvprobe.diagnosis.startup import startup
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Recording
 from kvprobe.recordings.occupancy import Occupancy, occupancy
-from kvprobe.recordings.window import ServingWindow, serving_window
+from kvprobe.recordings.serving import ServingWindow, serving_window
 from kvprobe.reporting import charts, descriptors, experts, headline, late, offloads, series, sized, slept, streams
 from kvprobe.reporting.account import account_section
 from kvprobe.reporting.charts import Mark, Points
@@ -72,7 +72,7 @@ class Submissions:
         rows: their rows in `recording.calls`, ascending.
         start_ns, dur_ns, kind: one entry a row.
         span: (first, last) nanosecond that the recording knows of.
-        made: submissions that were made; more than rows where single calls were only counted.
+        calls: submissions that were made; more than rows where single calls were only counted.
         host_ns: host time in all of them.
     """
 
@@ -81,7 +81,7 @@ class Submissions:
     dur_ns: Array
     kind: Array
     span: tuple[float, float]
-    made: int
+    calls: int
     host_ns: float
 
 
@@ -96,10 +96,13 @@ def submissions(recording: Recording) -> Submissions:
     high = max((*(int(one["end_ns"].max()) for one in tables), low + bool(tables)))
     spent = np.maximum(calls["end_ns"][rows] - start, 0)
     counted = np.isin(recording.totals["kind"], np.array(SUBMITTING, dtype=np.uint8))
-    made, host_ns = int(recording.totals["calls"][counted].sum()), float(recording.totals["dur_ns"][counted].sum())
-    if made <= len(rows):
-        made, host_ns = len(rows), float(spent.sum())
-    return Submissions(rows, start, spent, calls["kind"][rows], (float(low), float(high)), made, host_ns)
+    calls_made, host_ns = (
+        int(recording.totals["calls"][counted].sum()),
+        float(recording.totals["dur_ns"][counted].sum()),
+    )
+    if calls_made <= len(rows):
+        calls_made, host_ns = len(rows), float(spent.sum())
+    return Submissions(rows, start, spent, calls["kind"][rows], (float(low), float(high)), calls_made, host_ns)
 
 
 def judged(recording: Recording, findings: Examination | None, found: Submissions | None = None) -> PageHead:
@@ -108,7 +111,7 @@ def judged(recording: Recording, findings: Examination | None, found: Submission
     return headline.of_recording(
         recording,
         findings,
-        found.made,
+        found.calls,
         found.host_ns,
         found.span[1] - found.span[0],
     )
@@ -121,8 +124,8 @@ def view(recording: Recording, findings: Examination | None, queues: Occupancy |
     out = View(judged(recording, findings, found))
     benefits = offload_benefit.of_recording(recording)
     out.verdict.detail = " ".join([out.verdict.detail, *(one.sentence for one in benefits)]).strip()
-    if found.made > len(found.rows):
-        kept = f"{percent(len(found.rows) / found.made)} of all; the rest is in the totals"
+    if found.calls > len(found.rows):
+        kept = f"{percent(len(found.rows) / found.calls)} of all; the rest is in the totals"
         out.verdict.facts.append(headline.Fact("Calls kept in detail", count_text(len(found.rows)), kept))
     if findings is not None:
         out.findings = [_finding(i, one, recording, found) for i, one in enumerate(ranked(findings))]
@@ -131,7 +134,7 @@ def view(recording: Recording, findings: Examination | None, queues: Occupancy |
             what: sum(one.lost_ns for one in named if one.lost_on == what) for what in ("host", "copy engine", "device")
         }
         spent = ", ".join(f"{what} {duration(ns)}" for what, ns in lost.items() if ns)
-        examined = f"kvprobe examined {count_text(found.made)} submissions in {duration(span_ns)}"
+        examined = f"kvprobe examined {count_text(found.calls)} submissions in {duration(span_ns)}"
         if findings:
             out.lead = f"Ranked by severity, then by time lost, in {duration(span_ns)} recorded"
             out.lead += f"; time lost, added up over all threads and devices: {spent}." if spent else "."
@@ -326,7 +329,7 @@ def call_label(recording: Recording, row: int) -> str:
 def _histogram(recording: Recording, found: Submissions) -> Chart | None:
     counts: dict[str, Array] = {}
     words = []
-    if found.made == len(found.rows):
+    if found.calls == len(found.rows):
         for name, mask in _groups(found.kind):
             counts[name] = series.histogram(found.dur_ns[mask])
         how = "Counted from every recorded call."

@@ -10,13 +10,13 @@ import numpy.typing as npt
 
 from kvprobe.recordings.buckets import BUCKETS, bucket, bucket_floor_ns
 
-__all__ = ["BUCKETS", "Binned", "bin_max", "bin_step", "bucket", "bucket_floor_ns", "heat", "histogram", "slowest"]
+__all__ = ["BUCKETS", "Bins", "bin_max", "bin_step", "bucket", "bucket_floor_ns", "heat", "histogram", "slowest"]
 
 Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Binned:
+class Bins:
     """Bins of one width over a span of time.
 
     Attributes:
@@ -41,7 +41,7 @@ def _index(time_ns: Array, bins: int, start_ns: float, end_ns: float) -> tuple[A
 
 def bin_max(
     time_ns: Array, value: Array, bins: int, start_ns: float | None = None, end_ns: float | None = None
-) -> Binned:
+) -> Bins:
     """Maximum, minimum and number of `value` in `bins` bins of time; input in any order, nothing is dropped.
 
     Values outside [start_ns, end_ns] fall into the first or last bin, so that the overall maximum always survives.
@@ -50,7 +50,7 @@ def bin_max(
         raise ValueError(f"bins must be at least 1, not {bins}")
     if not len(time_ns):
         nothing = np.full(bins, np.nan)
-        return Binned(float(start_ns or 0), 1.0, nothing, nothing.copy(), np.zeros(bins, dtype=np.int64))
+        return Bins(float(start_ns or 0), 1.0, nothing, nothing.copy(), np.zeros(bins, dtype=np.int64))
     start = float(time_ns.min()) if start_ns is None else float(start_ns)
     end = float(time_ns.max()) + 1.0 if end_ns is None else float(end_ns)
     if np.any(time_ns[1:] < time_ns[:-1]):
@@ -67,10 +67,10 @@ def bin_max(
     high, low = np.full(bins, np.nan), np.full(bins, np.nan)
     high[used] = np.fmax.reduceat(value, first)  # a NaN, from which on a level is not known, hides no other value
     low[used] = np.fmin.reduceat(value, first)
-    return Binned(start, width, high, low, count)
+    return Bins(start, width, high, low, count)
 
 
-def bin_step(time_ns: Array, level: Array, bins: int, start_ns: float, end_ns: float) -> Binned:
+def bin_step(time_ns: Array, level: Array, bins: int, start_ns: float, end_ns: float) -> Bins:
     """Maximum and minimum in each bin of a step function: `level[i]` holds from `time_ns[i]` to `time_ns[i + 1]`.
 
     A bin without a step carries the level that still holds, so an idle queue and a full one are told apart.
@@ -84,9 +84,7 @@ def bin_step(time_ns: Array, level: Array, bins: int, start_ns: float, end_ns: f
     edges = found.start_ns + found.width_ns * np.arange(bins)
     before = np.searchsorted(time_ns, edges, side="right") - 1
     carried = np.where(before >= 0, np.asarray(level, dtype=np.float64)[np.maximum(before, 0)], 0.0)
-    return Binned(
-        found.start_ns, found.width_ns, np.fmax(found.high, carried), np.fmin(found.low, carried), found.count
-    )
+    return Bins(found.start_ns, found.width_ns, np.fmax(found.high, carried), np.fmin(found.low, carried), found.count)
 
 
 def histogram(dur_ns: Array) -> Array:

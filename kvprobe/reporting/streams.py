@@ -116,7 +116,7 @@ def _grouped(recording: Recording, found: Submissions, *columns: str) -> list[_G
         named = tuple(int(calls[column][found.rows[part[0]]]) for column in columns)
         payload = float(calls["bytes"][found.rows[part]].sum())
         out[named] = _Group(named, part, len(part), payload, (float(durations.sum()), half, high, top))
-    if found.made > len(found.rows):
+    if found.calls > len(found.rows):
         out |= _counted(recording, out, columns)
     return sorted(out.values(), key=lambda group: (math.isnan(group.times[0]), -group.times[0], -group.calls))
 
@@ -199,9 +199,9 @@ def stream_table(recording: Recording, found: Submissions, queues: Occupancy | N
             ]
         )
     lead = "" if recording.has_executions else "The recorder did not record the device, so device time is not known. "
-    if found.made > len(found.rows):
+    if found.calls > len(found.rows):
         lead += (
-            f"Of {found.made:,} submissions {len(found.rows):,} were kept one by one; calls, host time, longest and "
+            f"Of {found.calls:,} submissions {len(found.rows):,} were kept one by one; calls, host time, longest and "
             "bytes are exact for all, medians and p99 come from histograms. Depth and blocked time are of those kept."
         )
     columns = ["Stream", "Channel", "Calls", *TIMED, "Deepest", "Blocked by full queue", "Bytes", "Device busy"]

@@ -20,7 +20,7 @@ from kvprobe.recordings.model import SUBMITTING, Memory, Recording
 if TYPE_CHECKING:
     from kvprobe.diagnosis.finding import Change
 
-__all__ = ["LEAST_ROUNDS", "TEST", "Compared", "TrialRun", "Tried", "blocked_ns", "compared", "u_test"]
+__all__ = ["LEAST_ROUNDS", "TEST", "TrialFigure", "TrialResult", "TrialRun", "blocked_ns", "compared", "u_test"]
 
 TEST = "Mann-Whitney U, exact, two-sided, at 5%"
 SURE = 0.05
@@ -38,7 +38,7 @@ class TrialRun:
 
 
 @dataclass(frozen=True)
-class Compared:
+class TrialFigure:
     """One figure without and with a change, round by round.
 
     Attributes:
@@ -70,14 +70,14 @@ class Compared:
 
 
 @dataclass
-class Tried:
+class TrialResult:
     """One change and what it did; `figure` where the command prints one."""
 
     change: Change
     predicted_ns: int | None
-    blocked: Compared
-    wall: Compared
-    figure: Compared | None = None
+    blocked: TrialFigure
+    wall: TrialFigure
+    figure: TrialFigure | None = None
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> TriedJson:
@@ -137,7 +137,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [first[value] + (count[value] + 1) / 2 for value in values]
 
 
-def compared(without: Sequence[float], given: Sequence[float]) -> Compared:
+def compared(without: Sequence[float], given: Sequence[float]) -> TrialFigure:
     """The same figure in rounds without and with a change, paired by round."""
     saved = [a - b for a, b in zip(without, given, strict=True)]
     p = u_test(without, given)
@@ -145,4 +145,4 @@ def compared(without: Sequence[float], given: Sequence[float]) -> Compared:
     verdict: Literal["less", "more", "within the noise"] = "within the noise"
     if p <= SURE and middle:
         verdict = "less" if middle > 0 else "more"
-    return Compared(tuple(without), tuple(given), middle, min(saved), max(saved), p, verdict)
+    return TrialFigure(tuple(without), tuple(given), middle, min(saved), max(saved), p, verdict)

@@ -9,9 +9,9 @@ import numpy as np
 from kvprobe.account import Account, Line
 from kvprobe.output.requests import LateRequestJson, LateStepJson, PhaseJson, RequestsJson, WaitsJson
 from kvprobe.recordings.model import Array, Phase, Recording
-from kvprobe.recordings.window import ServingWindow
+from kvprobe.recordings.serving import ServingWindow
 from kvprobe.requests.held import InStep, held_in
-from kvprobe.requests.served import Served, served
+from kvprobe.requests.served import ServedSteps, served
 from kvprobe.requests.split import LOAD, PART_KEYS, PARTS, TURN, causes_in, gpu_of, lines_in
 from kvprobe.requests.usual import LEAST, Usual, like_of, usual
 
@@ -104,7 +104,7 @@ class LateStep:
         surplus_ns: over the mean of its like, by line, (lines,); they add up to what it took longer.
         line: the line that most of it is in.
         cause: the cause that has explained most of this line there; "" none.
-        held: the longest calls in it, and the stacks that were taken.
+        inside: the longest calls in it, and the stacks that were taken.
     """
 
     step: int
@@ -117,7 +117,7 @@ class LateStep:
     surplus_ns: Array
     line: Line
     cause: str
-    held: InStep = field(default_factory=InStep)
+    inside: InStep = field(default_factory=InStep)
 
     @property
     def longer_ns(self) -> int:
@@ -137,8 +137,8 @@ class LateStep:
             "surplus_ns": _named(self.surplus_ns),
             "line": self.line.key,
             "cause": self.cause,
-            "calls": [one.to_json() for one in self.held.calls],
-            "stacks": [one.to_json() for one in self.held.stacks],
+            "calls": [one.to_json() for one in self.inside.calls],
+            "stacks": [one.to_json() for one in self.inside.stacks],
         }
 
 
@@ -193,8 +193,8 @@ class Requests:
 
     Attributes:
         steps, requests: how many are in the serving window.
-        told: how many of the requests told when they arrived; the others count from their first step.
-        between, first: waits for later tokens and for first ones.
+        arrivals: how many of the requests told when they arrived; the others count from their first step.
+        between_tokens, first_token: waits for later tokens and for first ones.
         phases: steps by their like, in the order of their phases and sizes.
         late_steps: how many are late; `late`: those that took most longer than usual, with what was in them.
         late_requests: those that were late, the one that lost most first.
@@ -203,9 +203,9 @@ class Requests:
 
     steps: int
     requests: int
-    told: int
-    between: Waits
-    first: Waits
+    arrivals: int
+    between_tokens: Waits
+    first_token: Waits
     phases: list[PhaseTimes]
     late_steps: int
     late: list[LateStep]
@@ -217,9 +217,9 @@ class Requests:
         return {
             "steps": self.steps,
             "requests": self.requests,
-            "arrivals_told": self.told,
-            "between_tokens": self.between.to_json(),
-            "first_token": self.first.to_json(),
+            "arrivals_told": self.arrivals,
+            "between_tokens": self.between_tokens.to_json(),
+            "first_token": self.first_token.to_json(),
             "phases": [one.to_json() for one in self.phases],
             "late_steps": self.late_steps,
             "late": [one.to_json() for one in self.late],
@@ -244,19 +244,19 @@ def of_account(recording: Recording, account: Account, window: ServingWindow) ->
     if not recording.steps.rows:
         return None
     told = served(recording)
-    return _Joining(recording, account, told, window).result() if len(told.to_ns) else None
+    return _StepSplit(recording, account, told, window).result() if len(told.to_ns) else None
 
 
-def joined(recording: Recording, account: Account, window: ServingWindow) -> _Joining | None:
+def joined(recording: Recording, account: Account, window: ServingWindow) -> _StepSplit | None:
     """Every wait for a token, to be split; None where the recording tells no step of a model."""
     told = served(recording) if recording.steps.rows else None
-    return _Joining(recording, account, told, window) if told is not None and len(told.to_ns) else None
+    return _StepSplit(recording, account, told, window) if told is not None and len(told.to_ns) else None
 
 
-class _Joining:
+class _StepSplit:
     """One recording's steps, as they are split."""
 
-    def __init__(self, recording: Recording, account: Account, told: Served, window: ServingWindow) -> None:
+    def __init__(self, recording: Recording, account: Account, told: ServedSteps, window: ServingWindow) -> None:
         self.recording, self.account, self.told = recording, account, told
         self.pids: list[int] = recording.processes["pid"].tolist()
         self.judged = window.holds(told.process, told.from_ns) & (told.to_ns <= window.end_ns)
@@ -414,7 +414,7 @@ class _Joining:
             (one.process, *self._processes(int(self.gpu[row]))) for one, row in zip(with_calls, rows, strict=False)
         ]
         held = held_in(self.recording, [(one.from_ns, one.to_ns) for one in with_calls], processes)
-        return [*(replace(one, held=what) for one, what in zip(with_calls, held, strict=True)), *out[MOST_HELD:]]
+        return [*(replace(one, inside=what) for one, what in zip(with_calls, held, strict=True)), *out[MOST_HELD:]]
 
     def _processes(self, gpu: int) -> tuple[int, ...]:
         return self.account.gpus[gpu].processes if gpu >= 0 else ()

@@ -10,13 +10,13 @@ from kvprobe.recordings.intervals import Cover, group_starts
 from kvprobe.recordings.model import Array, Phase, Recording, RequestTime
 from kvprobe.requests.usual import like_of
 
-__all__ = ["Served", "served"]
+__all__ = ["ServedSteps", "served"]
 
 _SPARSE = 4  # numbers up to so many times as many as there are of them are looked up in a table
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedSteps:
     """Steps, ascending by their end, and their pairs of a step and a request in it, by request, then in time.
 
     Attributes:
@@ -65,7 +65,7 @@ class Served:
         return group_starts(self.request)
 
 
-def served(recording: Recording) -> Served:
+def served(recording: Recording) -> ServedSteps:
     """All steps of the model that a recording tells; loads and stores of single requests are no steps."""
     table, of = recording.steps, recording.step_requests
     rows = np.flatnonzero((table["phase"] != Phase.LOAD) & (table["phase"] != Phase.STORE))
@@ -94,7 +94,7 @@ def served(recording: Recording) -> Served:
     many = np.bincount(step, minlength=len(rows))
     known = np.bincount(step, weights=computed >= 0, minlength=len(rows)) == many
     amount = np.bincount(step, weights=np.maximum(computed, 0), minlength=len(rows))
-    return Served(
+    return ServedSteps(
         process,
         table["step"][rows],
         table["phase"][rows],

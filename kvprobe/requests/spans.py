@@ -13,7 +13,7 @@ import numpy as np
 
 from kvprobe.account import Account
 from kvprobe.recordings.model import Array, Phase, Recording
-from kvprobe.recordings.window import ServingWindow
+from kvprobe.recordings.serving import ServingWindow
 from kvprobe.requests.late import joined
 from kvprobe.requests.split import LOAD, PART_KEYS, TURN
 

@@ -15,7 +15,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Hashable, Sequence
 
-__all__ = ["ReuseEstimate", "MOST_FOLLOWED", "WHOLE", "id_of"]
+__all__ = ["MOST_FOLLOWED", "WHOLE", "ReuseEstimate", "id_of"]
 
 WHOLE = 1 << 24  # the threshold that no block lies above
 MOST_FOLLOWED = 8192  # blocks that are followed at most

@@ -4,7 +4,7 @@
 |---|---|---|
 | `run.json` | the command, the machine, the options, both clocks (`Run`) | `kvprobe run`, `kvprobe attach` |
 | `end.json` | how it ended, what was not seen (`End`) | the observer |
-| `processes.jsonl` | a line for each process that ended (`Ended`) | the observer |
+| `processes.jsonl` | a line for each process that ended (`ProcessEnd`) | the observer |
 | `stacks-<pid>.jsonl` | a line for each blocked call whose stacks were taken (`Stacks`) | the observer |
 | `cpu-waits-<pid>.jsonl` | a line for each time in which a thread waited for a CPU (`CpuWait`) | the observer |
 | `device.jsonl` | a line a sample of the GPU's counters (`Sample`) | the observer |
@@ -75,7 +75,7 @@ class Run(TypedDict, total=False):
 
 
 class End(TypedDict, total=False):
-    """end.json: `status` of the command, as `Ended.status`; null where nobody could tell.
+    """end.json: `status` of the command, as `ProcessEnd.status`; null where nobody could tell.
 
     `rings`: the ring files that there were, seen at any time, and how many bytes each had at the end; 0 of one that had
     gone by then.
@@ -94,7 +94,7 @@ class Inner(TypedDict, total=False):
     folder: str
 
 
-class Ended(TypedDict, total=False):
+class ProcessEnd(TypedDict, total=False):
     """A process that ended: `status` is its exit status, -N for signal N, or null where the system does not tell."""
 
     pid: Pid
@@ -234,7 +234,7 @@ class Place(TypedDict, total=False):
 
 Sample = dict[str, Number | str | bool | None]
 _OF_A_LINE = {
-    "processes": Ended,
+    "processes": ProcessEnd,
     "stacks": Stacks,
     "cpu": CpuWait,
     "device": Sample,
@@ -294,7 +294,7 @@ class RunFolder:
         """Tells the observer that kvprobe was detached; raises as `write_run`."""
         os.close(files.open_append(self.path / "detached"))
 
-    def append_ended(self, line: Ended) -> None:
+    def append_ended(self, line: ProcessEnd) -> None:
         """Adds a line to processes.jsonl; raises as `write_run`."""
         files.append(self.path / "processes.jsonl", _encoded(line))
 

@@ -25,7 +25,7 @@ from kvprobe.native.library import path_of
 from kvprobe.probe.ring import CALLS
 from kvprobe.testing.rules import ALLOCATION, BLOCKING, FULL_QUEUE, PAGEABLE, PINNING, RULES, SYNCHRONISATION, rules_of
 
-__all__ = ["Frame", "HotPathGate", "Seen", "Violation"]
+__all__ = ["BlockReport", "Frame", "HotPathGate", "Violation"]
 
 ROOM = 1000  # forbidden calls of one block that are written down, and slow ones; the rest is counted
 SLOW_NS = 20_000  # on a GPU: copies of at least that have their stack taken, for whoever finds the queue full
@@ -72,7 +72,7 @@ class _Options(ct.Structure):
     ]
 
 
-class _Counted(ct.Structure):
+class _GateCounts(ct.Structure):
     """gate.c's kvp_gate_seen."""
 
     _fields_ = [("left_out", ct.c_uint64), ("slow_left_out", ct.c_uint64), ("blind", ct.c_int32)]
@@ -138,7 +138,7 @@ _INTERNAL = re.compile(r"/torch/|/kvprobe/(testing|cuda|native)/|/ctypes/|<froze
 
 
 @dataclass
-class Seen:
+class BlockReport:
     """What a block did, filled when it has ended."""
 
     violations: list[Violation] = field(default_factory=list)
@@ -216,7 +216,9 @@ class HotPathGate:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     @contextlib.contextmanager
-    def watch(self, rules: Iterable[str] = RULES, under: Sequence[str] = (), queue_full: int = 0) -> Iterator[Seen]:
+    def watch(
+        self, rules: Iterable[str] = RULES, under: Sequence[str] = (), queue_full: int = 0
+    ) -> Iterator[BlockReport]:
         """Watches every thread of the process while the block runs.
 
         Args:
@@ -229,7 +231,7 @@ class HotPathGate:
             UsageError: a gate is open already: they cannot be nested.
         """
         forbidden = rules_of(rules)
-        seen, counted = Seen(), _Counted()
+        seen, counted = BlockReport(), _GateCounts()
         judged = FULL_QUEUE in forbidden and not queue_full  # by the recording
         self._file.seek(0)
         self._file.truncate()

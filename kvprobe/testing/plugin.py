@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from kvprobe.testing.gate import HotPathGate, Seen
+    from kvprobe.testing.gate import BlockReport, HotPathGate
 
 _SESSION = pytest.StashKey["_Session"]()
 _FAILED_LIMIT = 40  # lines of what is said about one test
@@ -113,10 +113,10 @@ class HotPath:
 
     def __init__(self, gate: HotPathGate | None, queue_full: int) -> None:
         self._gate, self._queue_full = gate, queue_full
-        self.seen: Seen | None = None
+        self.seen: BlockReport | None = None
 
     @contextlib.contextmanager
-    def hot_path(self, forbid: Any = None, allow: Any = (), under: Any = ()) -> Iterator[Seen | None]:
+    def hot_path(self, forbid: Any = None, allow: Any = (), under: Any = ()) -> Iterator[BlockReport | None]:
         """Fails the test when the block breaks a rule; gives what was seen, None without `--kvprobe`.
 
         Args:
@@ -140,7 +140,7 @@ class HotPath:
             pytest.fail(_said(self.seen), pytrace=False)
 
 
-def _said(seen: Seen) -> str:
+def _said(seen: BlockReport) -> str:
     lines = seen.text().splitlines()
     more = [f"    ... and {len(lines) - _FAILED_LIMIT} lines more"] if len(lines) > _FAILED_LIMIT else []
     return "\n".join(["the hot path was held up (kvprobe):", *lines[:_FAILED_LIMIT], *more])

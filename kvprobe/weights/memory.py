@@ -8,7 +8,7 @@ from typing import Any
 from kvprobe.cuda import Buffer, Runtime
 from kvprobe.errors import CudaError, KvprobeError, UsageError
 from kvprobe.native.library import core
-from kvprobe.weights.plan import Extent, Held
+from kvprobe.weights.plan import Extent, PlacedTensor
 
 CHUNK_BYTES = 4 << 30  # one allocation: large enough to be few, small enough that old and new never lie side by side
 
@@ -22,7 +22,7 @@ def tensor_of(buffer: Buffer) -> Any:
     return torch.frombuffer(raw, dtype=torch.uint8)
 
 
-def view_of(memory: Any, start: int, held: Held) -> Any:
+def view_of(memory: Any, start: int, held: PlacedTensor) -> Any:
     """`held`'s shape and type over the bytes of `memory` (uint8) that begin at `start`."""
     import torch
 
@@ -39,7 +39,7 @@ def bytes_of(extent: Extent) -> Any:
     """The bytes of an extent as they lie now, a uint8 tensor of `extent.bytes`."""
     import torch
 
-    held = extent.held[0]
+    held = extent.tensors[0]
     tensor = held.tensor.detach()
     start = tensor.storage_offset() * tensor.element_size() - held.offset
     view = torch.empty(0, dtype=torch.uint8, device=tensor.device)

@@ -19,7 +19,7 @@ from kvprobe.weights.coded import Unpacker, kernels_of, pack, staging_bytes
 from kvprobe.weights.memory import DeviceMemory, HostMemory, bytes_of, view_of
 from kvprobe.weights.plan import Extent, Limit, Plan, make_plan
 from kvprobe.weights.profile import WeightProfile, profile
-from kvprobe.weights.sliding_window import Compute, Placed, WeightWindow
+from kvprobe.weights.sliding_window import Compute, OffloadedUnit, WeightWindow
 from kvprobe.weights.timeline import RESIDENT, Forward
 from kvprobe.weights.watched import bind, unwatch, watch
 
@@ -169,7 +169,7 @@ class WeightOffload:
             for extent in unit.extents:
                 self._move(extent, memory, at, hollow)
                 at += extent.room
-            units.append(Placed(number, unit, memory))
+            units.append(OffloadedUnit(number, unit, memory))
         for tensor in plan.unplain:
             self._move_whole(tensor)
         if self._host.pageable_bytes:
@@ -210,16 +210,16 @@ class WeightOffload:
 
     def _at_home(self, extent: Extent) -> bool:
         """On CUDA: it is on the right GPU already."""
-        device = extent.held[0].tensor.device
+        device = extent.tensors[0].tensor.device
         return bool(device.type == "cuda" and device == self._device.device)
 
     def _move(self, extent: Extent, memory: Any, start: int, hollow: Collection[int]) -> None:
         """Puts an extent's bytes into `memory` at `start` and binds its tensors there; the old bytes are let go."""
-        came_from = str(extent.held[0].tensor.device)
-        views = [view_of(memory, start, held) for held in extent.held]
-        if not all(id(held.tensor) in hollow for held in extent.held):
+        came_from = str(extent.tensors[0].tensor.device)
+        views = [view_of(memory, start, held) for held in extent.tensors]
+        if not all(id(held.tensor) in hollow for held in extent.tensors):
             memory[start : start + extent.bytes].copy_(bytes_of(extent))
-        for held, view in zip(extent.held, views, strict=True):
+        for held, view in zip(extent.tensors, views, strict=True):
             bind(held.tensor, view)
         self._moved.append((extent, came_from))
 
@@ -243,7 +243,7 @@ class WeightOffload:
         with torch.inference_mode(False), torch.no_grad():
             for extent, came_from in self._moved:
                 fresh = bytes_of(extent).to(came_from, copy=True)
-                for held in extent.held:
+                for held in extent.tensors:
                     bind(held.tensor, view_of(fresh, 0, held))
         self._moved.clear()
         if self._window is not None:
@@ -321,7 +321,7 @@ class WeightOffload:
         if self._depth == 0:
             self._need().end(complete=result is not None)
 
-    def _around(self, placed: Placed) -> tuple[Callable[..., None], Callable[..., None]]:
+    def _around(self, placed: OffloadedUnit) -> tuple[Callable[..., None], Callable[..., None]]:
         """The hooks of one unit."""
         import torch
 
@@ -343,7 +343,7 @@ class WeightOffload:
 
         return enter, leave
 
-    def _save_for_backward(self, placed: Placed) -> None:
+    def _save_for_backward(self, placed: OffloadedUnit) -> None:
         """Autograd keeps weights for the backward pass; a slot would have other bytes by then, CPU memory has them."""
         import torch
 
@@ -362,10 +362,10 @@ class WeightOffload:
             at = tensor.data_ptr() - slot.address
             if not 0 <= at < placed.unit.bytes:
                 return tensor
-            return _Saved(placed, at, tensor.dtype, tensor.shape, tensor.stride(), sum(placed.versions()))
+            return _SavedTensor(placed, at, tensor.dtype, tensor.shape, tensor.stride(), sum(placed.versions()))
 
         def unpack(saved: Any) -> Any:
-            return saved.tensor(window) if isinstance(saved, _Saved) else saved
+            return saved.tensor(window) if isinstance(saved, _SavedTensor) else saved
 
         hooks = torch.autograd.graph.saved_tensors_hooks(pack, unpack)
         hooks.__enter__()
@@ -539,10 +539,10 @@ class Coding:
         return staging_bytes(largest) if self.kernels else 0
 
 
-class _Saved:
+class _SavedTensor:
     """A tensor of an offloaded unit that autograd keeps: where its bytes are, not the bytes."""
 
-    def __init__(self, placed: Placed, at: int, dtype: Any, shape: Any, stride: Any, version: int) -> None:
+    def __init__(self, placed: OffloadedUnit, at: int, dtype: Any, shape: Any, stride: Any, version: int) -> None:
         self.placed, self.at, self.dtype, self.shape, self.stride = placed, at, dtype, shape, stride
         self.version = version
 

@@ -16,7 +16,7 @@ SMALL = (16, 64, 512)  # leaf modules below this part of the largest stay on the
 
 
 @dataclass
-class Held:
+class PlacedTensor:
     """A parameter or buffer: where its first byte lies in its extent.
 
     Attributes:
@@ -35,7 +35,7 @@ class Extent:
     """A run of bytes of one storage that one or more tensors use; tensors that share bytes share the extent."""
 
     bytes: int
-    held: list[Held]
+    tensors: list[PlacedTensor]
 
     @property
     def room(self) -> int:
@@ -243,9 +243,11 @@ def _extents(model: Any) -> tuple[list[Extent], list[Any], dict[int, set[int]]]:
             end = max(end, part[1])
         for group in groups:
             first, last = group[0][0], max(part[1] for part in group)
-            extents.append(Extent(last - first, [Held(t, begin - first, stop - begin) for begin, stop, t in group]))
+            extents.append(
+                Extent(last - first, [PlacedTensor(t, begin - first, stop - begin) for begin, stop, t in group])
+            )
     order = {key: i for i, key in enumerate(tensors)}
-    extents.sort(key=lambda extent: min(order[id(held.tensor)] for held in extent.held))
+    extents.sort(key=lambda extent: min(order[id(held.tensor)] for held in extent.tensors))
     return extents, unplain, owners
 
 
@@ -325,7 +327,7 @@ def _units(parts: list[tuple[str, Any]], extents: list[Extent], owners: dict[int
 
     mine: list[tuple[int, Extent]] = []
     for extent in extents:
-        users = {part_of.get(owner) for held in extent.held for owner in owners[id(held.tensor)]}
+        users = {part_of.get(owner) for held in extent.tensors for owner in owners[id(held.tensor)]}
         known = sorted(user for user in users if user is not None)
         if len(known) < len(users):
             continue

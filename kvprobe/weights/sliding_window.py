@@ -20,7 +20,7 @@ from kvprobe.native.library import DETAIL, SubmitOptions, SubmitResult, core
 from kvprobe.probe.nvtx_ranges import ranges
 from kvprobe.weights.coded import HIDDEN, Packed, Unpacker
 from kvprobe.weights.memory import DeviceMemory, view_of
-from kvprobe.weights.plan import Held, Unit
+from kvprobe.weights.plan import PlacedTensor, Unit
 from kvprobe.weights.timeline import RESIDENT, CopyTrace, Timeline, VisitTrace
 from kvprobe.weights.watched import bind
 
@@ -68,19 +68,19 @@ class Compute:
             self._runtime.stream_destroy(self._own)
 
 
-class Placed:
+class OffloadedUnit:
     """An offloaded unit in this process: its bytes in CPU memory, its tensors, and the slot that holds it, if any."""
 
     def __init__(self, number: int, unit: Unit, memory: Any) -> None:
         """`memory`: its bytes, a uint8 CPU tensor of `unit.bytes`."""
         self.number, self.unit, self.memory = number, unit, memory
         self.address = int(memory.data_ptr())
-        self.held: list[tuple[int, Held]] = []  # with where its extent begins in the unit
+        self.placed_tensors: list[tuple[int, PlacedTensor]] = []  # with where its extent begins in the unit
         start = 0
         for extent in unit.extents:
-            self.held.extend((start, held) for held in extent.held)
+            self.placed_tensors.extend((start, held) for held in extent.tensors)
             start += extent.room
-        self.tensors = [held.tensor for _, held in self.held]
+        self.tensors = [held.tensor for _, held in self.placed_tensors]
         self.home = self.over(memory)
         self._statistics = _statistics(unit)
         self.packed: Packed | None = None
@@ -91,19 +91,19 @@ class Placed:
 
     def over(self, memory: Any) -> list[Any]:
         """Its tensors over other memory of the same layout."""
-        return [view_of(memory, start, held) for start, held in self.held]
+        return [view_of(memory, start, held) for start, held in self.placed_tensors]
 
     def versions(self) -> list[int]:
         """How often each tensor was changed in place."""
         return [tensor._version for tensor in self.tensors]
 
-    def changed(self) -> list[tuple[int, Held]]:
+    def changed(self) -> list[tuple[int, PlacedTensor]]:
         """The tensors that its computation changed in place, with where their extents begin."""
         now = self.versions()
         hidden = {id(tensor) for module, tensor in self._statistics if module.training}
         return [
             one
-            for one, before, after in zip(self.held, self.entered, now, strict=True)
+            for one, before, after in zip(self.placed_tensors, self.entered, now, strict=True)
             if before != after or id(one[1].tensor) in hidden
         ]
 
@@ -128,7 +128,7 @@ class Slot:
         self.memory = memory
         self.address = int(memory.data_ptr())
         self.views: list[list[Any]] = []  # by unit: its tensors over this slot
-        self.placed: Placed | None = None
+        self.placed: OffloadedUnit | None = None
         self.versions: list[int] = []  # of the unit's tensors when the copy was submitted
         self.busy = False
         self.ready, self.free = runtime.event_create(), runtime.event_create()
@@ -148,7 +148,9 @@ class WeightWindow:
         written_back: units that a forward changed in place, stored to CPU memory again.
     """
 
-    def __init__(self, runtime: Runtime, compute: Compute, units: Sequence[Placed], detail: str = "transfers") -> None:
+    def __init__(
+        self, runtime: Runtime, compute: Compute, units: Sequence[OffloadedUnit], detail: str = "transfers"
+    ) -> None:
         """Makes the copy stream; `take_slots` makes the slots."""
         self.runtime, self.compute, self.units = runtime, compute, units
         self.stream = runtime.stream_create()
@@ -262,7 +264,7 @@ class WeightWindow:
             self.order = self.seen
         self.timeline.end(self.compute.stream, self.width if self.copying else RESIDENT)
 
-    def enter(self, placed: Placed) -> None:
+    def enter(self, placed: OffloadedUnit) -> None:
         """A unit is about to compute: its tensors lie in a slot from here on, and the stream waits for the copy."""
         if placed.depth:
             placed.depth += 1
@@ -302,7 +304,7 @@ class WeightWindow:
         placed.entered = placed.versions()
         self._prefetch()
 
-    def leave(self, placed: Placed) -> None:
+    def leave(self, placed: OffloadedUnit) -> None:
         """A unit's computation is submitted: its slot is free once the device has passed this point."""
         if placed.depth == 0:
             return  # its own entry failed
@@ -347,7 +349,7 @@ class WeightWindow:
         """Units have their own weights again."""
         self.copying = True
 
-    def _free(self, placed: Placed) -> None:
+    def _free(self, placed: OffloadedUnit) -> None:
         placed.depth, placed.visit = 0, None
         slot = placed.slot
         placed.bind(placed.home)
@@ -366,7 +368,7 @@ class WeightWindow:
                 self._at = (self._at + step) % len(self.order) + 1
                 return
 
-    def _ahead(self) -> Iterator[Placed]:
+    def _ahead(self) -> Iterator[OffloadedUnit]:
         """Units in the order in which they will be needed; a graph must be whole in itself, so it does not wrap."""
         for number in self.order[self._at :]:
             yield self.units[number]
@@ -379,7 +381,7 @@ class WeightWindow:
         if len(self.slots) < 2 or not self.copying:
             return
         room = sum(1 for slot in self.slots if not slot.busy)
-        wanted: list[Placed] = []
+        wanted: list[OffloadedUnit] = []
         for placed in self._ahead():
             if len(wanted) == room:
                 break
@@ -390,7 +392,7 @@ class WeightWindow:
                 free = (slot for slot in self.slots if not slot.busy and slot.placed not in wanted)
                 self._load(placed, next(free))
 
-    def _room(self, placed: Placed) -> Slot:
+    def _room(self, placed: OffloadedUnit) -> Slot:
         """A slot for a unit that is needed now: the one whose unit is needed last."""
         free = [slot for slot in self.slots if not slot.busy]
         if not free:
@@ -401,7 +403,7 @@ class WeightWindow:
         rank = {one.number: i for i, one in reversed(list(enumerate(self._ahead())))}
         return max(free, key=lambda slot: rank.get(slot.placed.number, 1 << 30) if slot.placed else 1 << 31)
 
-    def _load(self, placed: Placed, slot: Slot) -> None:
+    def _load(self, placed: OffloadedUnit, slot: Slot) -> None:
         """Brings a whole unit into a slot, behind the computation that used the slot before."""
         if slot.placed is not None:
             slot.placed.slot = None
@@ -455,7 +457,7 @@ class WeightWindow:
         self._spent += int(self._result.end_ns - self._result.start_ns)
         self.wire_bytes += size
 
-    def _write_back(self, placed: Placed, changed: list[tuple[int, Held]], stream: int) -> None:
+    def _write_back(self, placed: OffloadedUnit, changed: list[tuple[int, PlacedTensor]], stream: int) -> None:
         """Stores tensors that the forward changed in place; the host waits, so that CPU memory is right from here."""
         if self.capturing:
             raise KvprobeError(

@@ -19,7 +19,7 @@ from kvprobe.launchqueue.constants import LEAST_BLOCKED, LIVE_LOST_SHARE
 from kvprobe.native import build
 from kvprobe.probe.live import Live, find_rings
 from kvprobe.recordings import open_recording
-from kvprobe.recordings.window import serving_window
+from kvprobe.recordings.serving import serving_window
 from tests import public_recordings
 
 GPU_DATA = Path(__file__).parents[1] / "gpu" / "data"

@@ -53,7 +53,7 @@ def test_memory_is_pinned_whoever_makes_its_pages(runtime: HostRuntime) -> None:
                 assert region_of(runtime, buffer).bytes == size
                 buffer.view()[size - 1] = 7
                 assert runtime.stats.pinned_bytes == size
-        assert (pool.stats.made, pool.stats.populated) == (3, 2)
+        assert (pool.stats.pinnings, pool.stats.populated_pinnings) == (3, 2)
     assert runtime.stats.pinned_bytes == 0
 
 
@@ -80,11 +80,11 @@ def test_what_came_back_serves_an_equal_or_little_smaller_request(
         first.view()[0] = 9
         first.close()
         with pool.take(asked * MIB) as second:
-            assert pool.stats.reused == served
+            assert pool.stats.reuses == served
             assert second.view()[0] == (9 if served else 0)
             assert pool.stats.excess_bytes == (16 - asked) * MIB * served
         with pool.take(16 * MIB, 2 * MIB):
-            assert pool.stats.reused == served  # pieces were asked for, and it is one
+            assert pool.stats.reuses == served  # pieces were asked for, and it is one
 
 
 def test_coming_back_waits_for_the_device(runtime: HostRuntime) -> None:
@@ -113,8 +113,8 @@ def test_ten_thousand_sleeps_stay_within_the_budget(runtime: HostRuntime) -> Non
                 buffer.close()
                 check(runtime, pool, budget)
         stats = pool.stats
-        assert stats.reused > SLEEPS // 4
-        assert stats.reused + stats.made >= SLEEPS
+        assert stats.reuses > SLEEPS // 4
+        assert stats.reuses + stats.pinnings >= SLEEPS
         assert stats.out_bytes == 0
     assert runtime.stats.pinned_bytes == 0
 
@@ -133,7 +133,7 @@ def test_what_is_kept_goes_when_memory_is_short(runtime: HostRuntime, tmp_path: 
         assert pool.stats.kept_bytes == 24 * MIB
         machine(tmp_path, 4091)  # 4 GiB are to be left: 5 MiB too few, which the oldest has
         last = pool.take(MIB)
-        assert (pool.stats.pressed, pool.stats.kept_bytes) == (1, 16 * MIB)
+        assert (pool.stats.pressure_evictions, pool.stats.kept_bytes) == (1, 16 * MIB)
         machine(tmp_path, 100)
         last.close()
         assert pool.stats.kept_bytes == 0
@@ -145,9 +145,9 @@ def test_a_thread_lets_go_while_nobody_calls(tmp_path: Path) -> None:
         pool.take(8 * MIB).close()
         machine(tmp_path, 100)
         until = time.monotonic() + 60
-        while not pool.stats.pressed and time.monotonic() < until:
+        while not pool.stats.pressure_evictions and time.monotonic() < until:
             time.sleep(0.01)
-        assert pool.stats.pressed == 1
+        assert pool.stats.pressure_evictions == 1
         assert runtime.stats.pinned_bytes == 0
     runtime.reset()
 
@@ -190,7 +190,7 @@ def test_where_registering_is_refused_the_runtime_pins_as_ever(runtime: HostRunt
         runtime.fail_call("cudaHostRegister", number, 801)
         buffer = pool.take(8 * MIB, 2 * MIB)
         assert runtime.stats.pinned_bytes == 8 * MIB
-        assert (pool.stats.made, pool.stats.populated) == (1, 0)
+        assert (pool.stats.pinnings, pool.stats.populated_pinnings) == (1, 0)
         buffer.close()
     assert runtime.stats.pinned_bytes == 0
 
@@ -202,7 +202,7 @@ def test_out_of_memory_is_the_runtimes_own_error(runtime: HostRuntime) -> None:
         with pytest.raises(CudaError, match=r"cudaHostAlloc failed: cudaErrorMemoryAllocation \(2\)"):
             pool.take(24 * MIB)
         pool.take(16 * MIB).close()  # what was kept has made room
-        assert pool.stats.given_up == 1
+        assert pool.stats.evictions == 1
     assert runtime.stats.pinned_bytes == 0
 
 
@@ -216,7 +216,7 @@ def test_a_reset_of_the_runtime_leaves_nothing_to_hand_out(runtime: HostRuntime)
         assert pool.stats.kept_bytes == 0
         with pool.take(8 * MIB) as buffer:
             assert runtime.memory_kind(buffer.address) == "pinned"
-            assert pool.stats.reused == 0
+            assert pool.stats.reuses == 0
 
 
 def test_a_child_of_a_fork_has_no_pool_and_the_parent_keeps_its_own(runtime: HostRuntime) -> None:
@@ -281,7 +281,7 @@ try:
 except CudaError as error:
     print(error.code)
 pool.take(8 << 20).close()
-print(pool.stats.reused)
+print(pool.stats.reuses)
 """
 
 

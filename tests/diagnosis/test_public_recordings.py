@@ -5,7 +5,7 @@ import pytest
 from kvprobe.diagnosis import diagnose
 from kvprobe.diagnosis.startup import startup
 from kvprobe.recordings import open_recording
-from kvprobe.recordings.window import serving_window
+from kvprobe.recordings.serving import serving_window
 
 
 @pytest.fixture(scope="module")

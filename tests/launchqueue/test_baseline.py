@@ -7,7 +7,7 @@ import math
 import pytest
 
 from kvprobe.launchqueue.baseline import Baseline
-from kvprobe.launchqueue.window import Counted, Window
+from kvprobe.launchqueue.call_counts import CallCounts, QueueWindow
 
 
 def test_a_run_of_fast_calls_moves_it_a_twentieth_of_the_way():
@@ -46,7 +46,7 @@ def test_a_call_is_slow_from_so_much_on(p99_ns, learned_ns, slow_ns):
 
 
 def test_older_calls_count_half():
-    count = Counted()
+    count = CallCounts()
     assert (count.share, count.odds, count.mean_ns) == (0.0, 0.0, 0.0)
     count.add(511, 11, 51_100)
     count.add(1, 1, 100)
@@ -54,26 +54,28 @@ def test_older_calls_count_half():
     assert (count.share, count.odds, count.mean_ns) == (12 / 512, 12 / 500, 100)
     count.add(10, 10, 1_000)
     assert (count.calls, count.slow, count.ns) == (266, 16, 26_600)
-    assert Counted(3, 3, 9).odds == math.inf and Counted(3, 0, 9).odds == 0
+    assert CallCounts(3, 3, 9).odds == math.inf and CallCounts(3, 0, 9).odds == 0
 
 
 def test_a_window_begins_with_nothing():
-    one = Window()
-    assert (one.blocked, one.lost_ns, one.longest_ns, one.kept, one.kept_lost_ns, one.span_ns, one.whole_ns) == (0,) * 7
-    assert one.top == Counted(0.0, 0.0, 0.0) and one.top is not Window().top
+    one = QueueWindow()
+    assert (one.blocked, one.lost_ns, one.longest_ns, one.on_cpu, one.on_cpu_lost_ns, one.span_ns, one.whole_ns) == (
+        0,
+    ) * 7
+    assert one.top == CallCounts(0.0, 0.0, 0.0) and one.top is not QueueWindow().top
 
 
 def test_the_judge_is_told_what_was_counted():
-    window = Window(1, 2, 3, 4, 5.0, 6, 7, Counted(10, 4, 200))
-    seen = window.evidence(Counted(9, 3, 90), 8.0, 9)
-    assert (seen.blocked, seen.lost_ns, seen.kept, seen.kept_lost_ns) == (1, 2, 4, 5.0)
-    assert (seen.kept_span_ns, seen.span_ns, seen.baseline_ns, seen.longest_kept_ns) == (6, 7, 8.0, 9)
+    window = QueueWindow(1, 2, 3, 4, 5.0, 6, 7, CallCounts(10, 4, 200))
+    seen = window.evidence(CallCounts(9, 3, 90), 8.0, 9)
+    assert (seen.blocked, seen.lost_ns, seen.on_cpu, seen.on_cpu_lost_ns) == (1, 2, 4, 5.0)
+    assert (seen.on_cpu_span_ns, seen.span_ns, seen.baseline_ns, seen.longest_on_cpu_ns) == (6, 7, 8.0, 9)
     assert (seen.top_calls, seen.top_slow, seen.top_mean_ns) == (10, 4, 20)
     assert (seen.room_odds, seen.room_mean_ns) == (0.5, 10)
 
 
 def test_odds_are_slow_ones_for_each_fast_one():
-    assert [Counted(calls, slow).odds for calls, slow in ((4, 3), (3, 3), (0, 0), (8, 2))] == [
+    assert [CallCounts(calls, slow).odds for calls, slow in ((4, 3), (3, 3), (0, 0), (8, 2))] == [
         3.0,
         math.inf,
         0.0,

@@ -17,12 +17,12 @@ from kvprobe.launchqueue.evidence import (
     Labels,
     LiveSums,
     LiveWindow,
-    Numbered,
+    NumberedLaunches,
+    OtherSlowCalls,
     OverStreams,
     Pinned,
     Plateau,
     Regular,
-    Rest,
     StoodStill,
     Transfers,
 )
@@ -34,7 +34,7 @@ PLATEAU = Plateau(1_021, 300, 1_020, 9_000_000, at_pin=400, aligned=0.9, chance=
 CHANCE = replace(PLATEAU, chance=c.TELLING_CHANCE, drained=c.DRAINED_SHARE, at_pin=c.LEAST_SEEN)
 REGULAR = Regular(1_000, 1_000, 200, 1, slow=40, top=80, slow_below=0.01, delays=0, gathered=0.0)
 DELAYED = replace(REGULAR, depth=0, slow=40, top=80, delays=c.LEAST_DELAYS, gathered=0.6)
-STOOD = StoodStill(1_000, 1_000, fenced=1, behind=0)
+STOOD = StoodStill(1_000, 1_000, fences=1, delays=0)
 STEP = DepthStep(1_000, 40, 80, slow_below=1, below=100, passed=10, lost_ns=5_000_000, shallowest=990, how="counted")
 PINNED = Pinned(1_009, 1_023, 1_800, 289, 1_900, 1.2, (1_000, 1_026), slow=1_700, lost_ns=5_000_000)
 HELD = HeldAt(2, 60_000_000, 1_019, 1_021, elsewhere=1, elsewhere_ns=60_000_000)
@@ -57,17 +57,17 @@ FLOOD = Flood(
     alone=False,
     no_cpu=0.1,
 )
-NUMBERED = Numbered(slow=5, lost_ns=8_000_001, early_ns=2_000_000, over=100, first=1_021, held=1_021)
-REST = Rest(1_000_001, 0, 100_000_000, "calls", "reckoned", deepest=900, depth=0, top=0)
-OVER = OverStreams(submitted=1_800, own=700, channels=(2,), told=True)
+NUMBERED = NumberedLaunches(slow=5, lost_ns=8_000_001, early_ns=2_000_000, slow_span=100, first=1_021, capacity=1_021)
+REST = OtherSlowCalls(1_000_001, 0, 100_000_000, "calls", "reckoned", deepest=900, depth=0, top=0)
+OVER = OverStreams(submitted=1_800, own=700, channels=(2,), after_event=True)
 LIVE = LiveWindow(
-    longest_kept_ns=0,
+    longest_on_cpu_ns=0,
     blocked=0,
     lost_ns=0,
     span_ns=10_000_000,
-    kept=0,
-    kept_lost_ns=0.0,
-    kept_span_ns=10_000_000,
+    on_cpu=0,
+    on_cpu_lost_ns=0.0,
+    on_cpu_span_ns=10_000_000,
     top_calls=100.0,
     top_slow=0.0,
     top_mean_ns=1_000.0,
@@ -231,11 +231,11 @@ TURNS: list[tuple[Evidence, dict[str, Any], str]] = [
     (OVER, {"told": False}, NO),
     # a running stream
     (LIVE, {}, NO),
-    (LIVE, {"longest_kept_ns": 2_000_000}, FULL),
-    (LIVE, {"longest_kept_ns": 1_999_999}, NO),
-    (LIVE, {"kept": 4, "kept_lost_ns": 2_500_000.0}, FULL),
-    (LIVE, {"kept": 3, "kept_lost_ns": 2_500_000.0}, NO),
-    (LIVE, {"kept": 4, "kept_lost_ns": 2_499_999.0}, NO),
+    (LIVE, {"longest_on_cpu_ns": 2_000_000}, FULL),
+    (LIVE, {"longest_on_cpu_ns": 1_999_999}, NO),
+    (LIVE, {"kept": 4, "on_cpu_lost_ns": 2_500_000.0}, FULL),
+    (LIVE, {"kept": 3, "on_cpu_lost_ns": 2_500_000.0}, NO),
+    (LIVE, {"kept": 4, "on_cpu_lost_ns": 2_499_999.0}, NO),
     (LIVE, {"blocked": 50, "lost_ns": 2_500_000}, FULL),
     (LIVE, {"blocked": 49, "lost_ns": 2_500_000}, NO),
     (LIVE, {"blocked": 50, "lost_ns": 2_499_999}, NO),
@@ -286,7 +286,7 @@ def test_a_rule_turns_where_it_says(evidence: Evidence, changed: dict[str, Any],
         (replace(CHANCE, at_pin=3), "operations end so often that returning with one proves nothing"),
         (REGULAR, "which is the depth of the queue as it was counted"),
         (DELAYED, "40 of 80 calls with up to 1,000 outstanding were slow, and the delay of their return"),
-        (replace(STOOD, behind=2), "3 long calls with 1,000 outstanding"),
+        (replace(STOOD, delays=2), "3 long calls with 1,000 outstanding"),
         (
             STEP,
             "40 calls with 990 or more outstanding took 5.0 ms more than others; "

@@ -91,7 +91,7 @@ def test_conclusions_have_three_states_and_say_from_what() -> None:
         conclude(Plateau(10)),
         conclude(Plateau(1_021, slow=3, shallowest=1_020, lost_ns=9_000_000)),
         conclude(Plateau(1_021, slow=300, shallowest=1_020, lost_ns=9_000_000, aligned=0.9, chance=0.2)),
-        conclude(StoodStill(1_021, 1_021, fenced=1)),
+        conclude(StoodStill(1_021, 1_021, fences=1)),
         conclude(Transfers((1_000, 990), 1_021)),
     ]
     assert [one.state for one in said] == ["not full", "cannot tell", "full", "full", "full"]

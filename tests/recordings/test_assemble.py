@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvprobe.recordings.assemble import LARGEST, Growing, bounded, codes, narrowed, positions
+from kvprobe.recordings.assemble import LARGEST, GrowingColumn, bounded, codes, narrowed, positions
 from kvprobe.recordings.model import Recording, Table
 
 parts = st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=6)
@@ -15,14 +15,14 @@ parts = st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=6)
 
 @given(parts, st.integers(0, 12))
 def test_a_column_holds_its_parts_in_order_whatever_was_expected(parts: list[list[int]], expected: int) -> None:
-    column = Growing(expected)
+    column = GrowingColumn(expected)
     for part in parts:
         column.add(np.array(part, dtype=np.int64))
     assert column.whole().tolist() == [value for part in parts for value in part]
 
 
 def test_one_value_throughout_is_stored_once_and_a_part_that_is_used_again_leaves_no_trace() -> None:
-    column, part = Growing(10), np.full(4, 7)
+    column, part = GrowingColumn(10), np.full(4, 7)
     column.add(part)
     column.add(part)
     assert column.whole().strides == (0,)

@@ -23,7 +23,7 @@ from kvprobe.recordings.many import reduce_inputs, reduce_one
 from kvprobe.recordings.model import Table
 from kvprobe.recordings.ranks import compare
 from kvprobe.recordings.reduce import summarize
-from kvprobe.recordings.summary import Blocked, Collectives, QueueSummary, Rank, Stat, Summary, percentile_ns
+from kvprobe.recordings.summary import BlockedCall, Collectives, QueueSummary, Rank, Stat, Summary, percentile_ns
 
 numbers = st.integers(0, 10**15)
 words = st.sampled_from(["rank 0", "rank 1", "node:7"])
@@ -42,7 +42,7 @@ stats = st.builds(
 )
 queues = st.builds(QueueSummary, numbers, numbers, st.integers(-1, 5000), numbers, numbers, numbers, verdicts)
 blocked = st.builds(
-    Blocked,
+    BlockedCall,
     st.integers(0, 5),
     words,
     st.integers(0, 3),
@@ -342,7 +342,7 @@ def test_figures_that_no_recorder_writes_are_refused_with_the_files_name(
     tmp_path: Path, table: str, number: int
 ) -> None:
     summary = summarize(simulate(calls=300, cap=8)[0], "n")
-    summary.top = summary.top or [Blocked(1, "n", 1, 1, "c", 1, 1, 1)]
+    summary.top = summary.top or [BlockedCall(1, "n", 1, 1, "c", 1, 1, 1)]
     content = json.loads(summary.to_bytes())
     assert content[table]
     row = content[table][0][-1] if table != "top" else content[table][0]

@@ -12,7 +12,7 @@ import pytest
 from kvprobe.diagnosis import diagnose
 from kvprobe.recordings import open_recording
 from kvprobe.recordings.model import CallKind, Recording, Source, Table
-from kvprobe.recordings.window import recorded_span
+from kvprobe.recordings.serving import recorded_span
 from kvprobe.reporting import series
 from kvprobe.reporting.charts import Axis, Points, heat_chart, histogram_chart, plain, timeline
 from kvprobe.reporting.recorded import submissions, view

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvprobe.diagnosis.verdict import Missing
+from kvprobe.diagnosis.verdict import MissingPart
 from kvprobe.reporting.compare import FindingChange, Shift, SubmissionCost
 from kvprobe.reporting.compared import verdict
 from kvprobe.reporting.conclusion import Conclusion, conclude
@@ -20,7 +20,7 @@ def cost(ratio: float, verdict: str, share: float) -> SubmissionCost:
     return SubmissionCost(Shift(2000.0, 2000.0 * ratio, ratio, ratio * 0.9, ratio * 1.1, verdict), share)
 
 
-def said(*changes: FindingChange, at: SubmissionCost | None = None, **missing: Missing) -> Conclusion:
+def said(*changes: FindingChange, at: SubmissionCost | None = None, **missing: MissingPart) -> Conclusion:
     return conclude("a", "b", changes, at, missing)
 
 
@@ -75,7 +75,7 @@ def test_less_than_a_hundredth_of_the_time_decides_nothing_nor_does_the_profiler
     ("one", "why"),
     [
         (
-            said(change("undecided", 0.4, 0.0), at=AS_BEFORE, b=Missing("it is cut off", "record again")),
+            said(change("undecided", 0.4, 0.0), at=AS_BEFORE, b=MissingPart("it is cut off", "record again")),
             "of b, it is cut",
         ),
         (said(), "no submitting call occurs 40 times in both"),

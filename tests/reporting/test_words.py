@@ -175,7 +175,7 @@ def test_totals_stand_in_where_single_calls_were_lost() -> None:
     }
     kept = Recording([Source("run.kvp", "kvprobe")], tables, histograms=counts)
     found = submissions(kept)
-    assert (found.made, found.host_ns, len(found.rows)) == (1_000_000, 2.99e9, 2)
+    assert (found.calls, found.host_ns, len(found.rows)) == (1_000_000, 2.99e9, 2)
     (row,) = streams.stream_table(kept, found, None)[0].rows
     texts = [cell.text.replace("\u00a0", " ") for cell in row]
     assert texts[2] == "1,000,000"

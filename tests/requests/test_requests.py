@@ -16,11 +16,11 @@ from kvprobe.output import REQUESTS
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.model import CallKind, Direction, Engine, Phase, Recording, RequestTime, Source, Table
 from kvprobe.recordings.parquet import write
+from kvprobe.recordings.serving import ServingWindow
 from kvprobe.recordings.vocabulary import Names
-from kvprobe.recordings.window import ServingWindow
 from kvprobe.reporting import build_page
 from kvprobe.requests import LEAST, LOAD, TURN, Requests, of_account, usual
-from kvprobe.requests.late import _Joining
+from kvprobe.requests.late import _StepSplit
 from kvprobe.requests.served import served
 
 LATE = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "late_requests.py"))
@@ -55,13 +55,13 @@ def test_a_step_behind_a_full_queue_has_its_cause_and_its_calls(loop):
     assert queues
     for one in queues:
         assert one.cause == "launch_queue_saturation"
-        assert "cudaMemcpyAsync" in {call.name for call in one.held.calls}
+        assert "cudaMemcpyAsync" in {call.name for call in one.inside.calls}
 
 
 def test_lines_never_exceed_a_step_and_add_up_to_it(loop):
     recording, _, _ = loop
     account = account_of(Joined(recording))
-    joining = _Joining(recording, account, served(recording), Joined(recording).serving)
+    joining = _StepSplit(recording, account, served(recording), Joined(recording).serving)
     assert (joining.lines >= 0).all()
     assert (joining.lines.sum(axis=1) == joining.told.took_ns).all()
     waits = np.arange(len(joining.took))
@@ -151,7 +151,7 @@ def of_steps(steps: list[tuple[int, int, Phase, dict[str, int]]], arrived: dict[
     return recording
 
 
-def joined(recording: Recording) -> tuple[Requests, _Joining]:
+def joined(recording: Recording) -> tuple[Requests, _StepSplit]:
     """What is worked out over the whole recording."""
     end = int(recording.steps["end_ns"].max())
     window = ServingWindow(end, np.array([0]), "all of it", 0, True)
@@ -159,7 +159,7 @@ def joined(recording: Recording) -> tuple[Requests, _Joining]:
     account = account_of(Joined(recording))
     told = of_account(recording, account, window)
     assert told is not None
-    return told, _Joining(recording, account, served(recording), window)
+    return told, _StepSplit(recording, account, served(recording), window)
 
 
 def test_a_step_counts_from_the_end_of_the_step_before_that_shares_a_request():
@@ -185,7 +185,7 @@ def test_a_first_token_is_split_into_the_own_load_the_turn_and_the_step():
         {"a": 2},
     )
     told, parts = joined(recording)
-    assert told.steps == 2 and told.told == 1 and told.first.at(100) == 18 * MS
+    assert told.steps == 2 and told.arrivals == 1 and told.first_token.at(100) == 18 * MS
     row = next(
         i for i, end in enumerate(parts.ends) if recording.text(int(parts.told.name[parts.told.request[end]])) == "a"
     )
@@ -259,7 +259,7 @@ def with_copy(recording: Recording, begin: float, end: float, waits: bool) -> Re
 def test_a_copy_beside_a_busy_thread_is_not_what_a_step_waited_for(until, waits, copies_ms):
     steps = of_steps([(0, 10, Phase.DECODE, {"a": 1}), (35, 40, Phase.DECODE, {"a": 1})])
     told = joined(with_copy(steps, 10, until, waits))[1]
-    (lines,) = told.lines[told.told.number == 1]
+    (lines,) = told.lines[told.arrivals.number == 1]
     assert sum(lines[line] for line in COPIES) == copies_ms * MS
     assert lines[Line.COMPUTING] == 4 * MS and lines.sum() == 30 * MS
     assert lines[Line.ELSEWHERE] == pytest.approx((26 - copies_ms) * MS, abs=10_000)

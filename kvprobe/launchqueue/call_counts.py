@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from kvprobe.launchqueue.constants import WINDOW_CALLS
 from kvprobe.launchqueue.evidence import LiveWindow
 
-__all__ = ["Counted", "Window"]
+__all__ = ["CallCounts", "QueueWindow"]
 
 
 @dataclass(slots=True)
-class Counted:
+class CallCounts:
     """Calls and how many of them were slow, the older ones at a falling weight."""
 
     calls: float = 0.0
@@ -44,12 +44,12 @@ class Counted:
 
 
 @dataclass(slots=True)
-class Window:
+class QueueWindow:
     """What is known of one stream's calls at the top of its queue since that was last half empty.
 
     Attributes:
         blocked: slow calls, `lost_ns` what they took above the baseline, `longest_ns` the longest.
-        kept: those in which the thread kept its CPU or waited; `kept_lost_ns` likewise.
+        on_cpu: those in which the thread kept its CPU or waited; `on_cpu_lost_ns` likewise.
         span_ns: time since the first of them without what a lost CPU took; `whole_ns` with it.
         top: calls here by whether they were slow, a lost CPU left out.
     """
@@ -57,28 +57,28 @@ class Window:
     blocked: int = 0
     lost_ns: int = 0
     longest_ns: int = 0
-    kept: int = 0
-    kept_lost_ns: float = 0.0
+    on_cpu: int = 0
+    on_cpu_lost_ns: float = 0.0
     span_ns: int = 0
     whole_ns: int = 0
-    top: Counted = field(default_factory=Counted)
+    top: CallCounts = field(default_factory=CallCounts)
 
-    def evidence(self, with_room: Counted, baseline_ns: float, longest_kept_ns: int) -> LiveWindow:
+    def evidence(self, with_room: CallCounts, baseline_ns: float, longest_on_cpu_ns: int) -> LiveWindow:
         """What the judge asks for.
 
         Args:
             with_room: the same stream's calls while slots were free: what is slow there as well is not the queue's.
             baseline_ns: what a call costs with free slots.
-            longest_kept_ns: the longest call of the newest run that did not lose the CPU.
+            longest_on_cpu_ns: the longest call of the newest run that did not lose the CPU.
         """
         return LiveWindow(
-            longest_kept_ns=longest_kept_ns,
+            longest_on_cpu_ns=longest_on_cpu_ns,
             blocked=self.blocked,
             lost_ns=self.lost_ns,
             span_ns=self.whole_ns,
-            kept=self.kept,
-            kept_lost_ns=self.kept_lost_ns,
-            kept_span_ns=self.span_ns,
+            on_cpu=self.on_cpu,
+            on_cpu_lost_ns=self.on_cpu_lost_ns,
+            on_cpu_span_ns=self.span_ns,
             top_calls=self.top.calls,
             top_slow=self.top.slow,
             top_mean_ns=self.top.mean_ns,

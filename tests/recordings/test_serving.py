@@ -10,7 +10,7 @@ from kvprobe.diagnosis.startup import startup
 from kvprobe.diagnosis.verdict import of_full_queue
 from kvprobe.errors import UsageError
 from kvprobe.recordings.model import CallKind, Label, Recording, Source, Table
-from kvprobe.recordings.window import ServingWindow, parse_time, recorded_span, serving_window
+from kvprobe.recordings.serving import ServingWindow, parse_time, recorded_span, serving_window
 
 MS = 1_000_000
 COPY, PIN, RANGE = 1, 2, 3
