@@ -14,7 +14,8 @@ MOST_LINES, MOST_PARAMETERS, MOST_LINES_OF_C = 70, 7, 80  # self and cls are not
 LONGER: dict[str, str] = {}
 MORE_PARAMETERS: dict[str, str] = {
     "submit_copies": "one call of the native function, whose arguments these are",
-    "Auto.__init__": "settings, each with a default and given by keyword",
+    "offload": "settings, each with a default and given by keyword",
+    "load": "settings, each with a default and given by keyword",
     "QueueTriage.__init__": "fields; dataclasses takes long to import",
     "Triage.__init__": "fields; dataclasses takes long to import",
     "timeline": "how a chart looks, each with a default and given by keyword",

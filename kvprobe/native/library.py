@@ -353,6 +353,7 @@ class PinnedOptions(ct.Structure):
         ("node", i32),
         ("pages", u32),
         ("fork", u32),
+        ("stop", ct.c_void_p),
         ("watch_ms", u32),
         ("device", i32),
         ("root", ct.c_char_p),
@@ -448,6 +449,7 @@ def core() -> ct.CDLL:
         ct.POINTER(Calibration),
     ]
     _declare_submitter(lib)
+    _declare_wire(lib)
     return lib
 
 
@@ -472,7 +474,39 @@ def core_held() -> ct.PyDLL:
     core()
     lib = ct.PyDLL(str(path_of("libkvprobe.so")))
     _declare_submitter(lib)
+    _declare_wire(lib)
     return lib
+
+
+def _declare_wire(lib: ct.CDLL) -> None:
+    pointer = ct.c_void_p
+    declared: dict[str, tuple[Any, list[Any] | None]] = {
+        "kvp_wire_checksum": (u64, [pointer, u64]),
+        "kvp_wire_histogram": (None, [u32, pointer, u64, pointer]),
+        "kvp_wire_size": (u64, [u32, pointer, u64]),
+        "kvp_wire_code": (u64, [u32, pointer, u64, pointer]),
+        "kvp_wire_decode": (i32, [pointer, u64, pointer, u64]),
+        "kvp_wire_put": (None, [u32, i32, pointer, u64, pointer, pointer, ct.POINTER(WirePlace)]),
+        "kvp_wire_pack": (u64, [u32, pointer, u64, pointer]),
+        "kvp_wire_unpack": (i32, [pointer, pointer, u64]),
+        "kvp_wire_take": (i32, [pointer, pointer, pointer, u64, ct.POINTER(WirePlace)]),
+        "kvp_reserve_open": (pointer, [pointer, u64, u64, u32]),
+        "kvp_reserve_close": (None, [pointer]),
+        "kvp_reserve_left": (u64, [pointer]),
+        "kvp_reserve_claim": (i32, [pointer, u64]),
+        "kvp_reserve_unclaim": (None, [pointer, u64]),
+        "kvp_reserve_begin": (None, [pointer, u64, u32]),
+        "kvp_reserve_end": (None, [pointer, u64, u32, i32]),
+        "kvp_reserve_discard": (i32, [pointer, u64, u64]),
+    }
+    _declare(lib, declared)
+
+
+def _declare(lib: ct.CDLL, declared: dict[str, tuple[Any, list[Any] | None]]) -> None:
+    for name, (result, arguments) in declared.items():
+        function = getattr(lib, name)
+        function.restype = result
+        function.argtypes = arguments
 
 
 def _declare_submitter(lib: ct.CDLL) -> None:
@@ -514,11 +548,6 @@ def _declare_submitter(lib: ct.CDLL) -> None:
         "kvp_method_table_default": (None, [ct.POINTER(MethodTable), ct.POINTER(Copier)]),
         "kvp_choose": (i32, [ct.POINTER(MethodTable), i32, u64, u32, ct.POINTER(u32)]),
         "kvp_set_clock": (None, [pointer]),
-        "kvp_wire_checksum": (u64, [pointer, u64]),
-        "kvp_wire_histogram": (None, [u32, pointer, u64, pointer]),
-        "kvp_wire_size": (u64, [u32, pointer, u64]),
-        "kvp_wire_code": (u64, [u32, pointer, u64, pointer]),
-        "kvp_wire_decode": (i32, [pointer, u64, pointer, u64]),
         "kvp_memory_left": (MemoryLeft, [ct.c_char_p]),
         "kvp_memory_reserve": (u64, [ct.POINTER(MemoryLeft)]),
         "kvp_pinned_open": (pointer, [ct.POINTER(PinnedOptions)]),
@@ -528,22 +557,7 @@ def _declare_submitter(lib: ct.CDLL) -> None:
         "kvp_pinned_read": (None, [pointer, ct.POINTER(PinnedCounts)]),
         "kvp_pinned_reset": (None, [pointer]),
         "kvp_pinned_close": (None, [pointer]),
-        "kvp_wire_put": (None, [u32, i32, pointer, u64, pointer, pointer, ct.POINTER(WirePlace)]),
-        "kvp_wire_pack": (u64, [u32, pointer, u64, pointer]),
-        "kvp_wire_unpack": (i32, [pointer, pointer, u64]),
-        "kvp_wire_take": (i32, [pointer, pointer, pointer, u64, ct.POINTER(WirePlace)]),
-        "kvp_reserve_open": (pointer, [pointer, u64, u64, u32]),
-        "kvp_reserve_close": (None, [pointer]),
-        "kvp_reserve_left": (u64, [pointer]),
-        "kvp_reserve_claim": (i32, [pointer, u64]),
-        "kvp_reserve_unclaim": (None, [pointer, u64]),
-        "kvp_reserve_begin": (None, [pointer, u64, u32]),
-        "kvp_reserve_end": (None, [pointer, u64, u32, i32]),
-        "kvp_reserve_discard": (i32, [pointer, u64, u64]),
     }
-    for name, (result, arguments) in declared.items():
-        function = getattr(lib, name)
-        function.restype = result
-        function.argtypes = arguments
+    _declare(lib, declared)
     lib.kvp_now_ns.restype = u64
     lib.kvp_now_ns.argtypes = []

@@ -26,7 +26,7 @@ from kvprobe.launchqueue.constants import (
 from kvprobe.launchqueue.detector import Saturation
 from kvprobe.launchqueue.evidence import Transfers
 from kvprobe.launchqueue.judge import conclude
-from kvprobe.offload.rungs import Comparison, Costs, Decision, Loss, Rung, Sample, compare
+from kvprobe.offload.rungs import Comparison, Costs, Decision, Excess, Rung, Sample, compare
 
 __all__ = ["REST", "Auto"]
 
@@ -84,7 +84,7 @@ class Auto:
         self._fresh = False  # nothing was submitted on this rung yet
         self._held: deque[int] = deque(maxlen=TRIAL)  # outstanding where the newest transfers were held up, or 0
         self._scale = 0  # of the newest work: what failed for small transfers may still help large ones
-        self._host, self._device = Loss(), Loss()
+        self._host, self._device = Excess(), Excess()
         self._cause = ""
         self._kept = False
         self._look_ns = 0  # when the kept rung is judged again
@@ -195,7 +195,7 @@ class Auto:
         else:
             self._wake(sample, device)
 
-    def _wake(self, sample: Sample, loss: Loss) -> None:
+    def _wake(self, sample: Sample, loss: Excess) -> None:
         """Every transfer is watched again where one that tells something lost plainly, and a rung may be tried."""
         if loss.weight >= 1 and sample.copies >= LEAST_SEEN and self._candidates():
             self._idle = 0

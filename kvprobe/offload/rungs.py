@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["Comparison", "Costs", "Decision", "Loss", "Rung", "Sample", "compare"]
+__all__ = ["Comparison", "Costs", "Decision", "Excess", "Rung", "Sample", "compare"]
 
 
 class Rung(NamedTuple):
@@ -52,7 +52,7 @@ class Sample:
     copy_ns: int | None = None
     expected_ns: int = 0
     own_ns: int = 0
-    cost: Cost | None = None
+    cost: SizeCost | None = None
 
     @property
     def size(self) -> tuple[int, int]:
@@ -92,7 +92,7 @@ class Decision:
         return self.before_ns / self.after_ns if self.after_ns else 0.0
 
 
-class Loss:
+class Excess:
     """What transfers take beyond a prediction: Page's test, whose sums leak with time and begin anew at zero.
 
     Attributes:
@@ -124,7 +124,7 @@ class Loss:
 
 
 @dataclass(slots=True)
-class Cost:
+class SizeCost:
     """What transfers of one size took; of those whose device time is known, that and what was predicted of it."""
 
     transfers: float = 0
@@ -142,14 +142,14 @@ class Cost:
         self.expected_ns += sample.expected_ns
 
 
-class Costs(dict[tuple[int, int], Cost]):
+class Costs(dict[tuple[int, int], SizeCost]):
     """What transfers on one rung took, by size."""
 
-    def __missing__(self, size: tuple[int, int]) -> Cost:
-        found = self[size] = Cost()
+    def __missing__(self, size: tuple[int, int]) -> SizeCost:
+        found = self[size] = SizeCost()
         return found
 
-    def add(self, sample: Sample) -> Cost:
+    def add(self, sample: Sample) -> SizeCost:
         """What it took of its caller's time."""
         each = self[sample.size]
         each.transfers += 1

@@ -144,21 +144,21 @@ class Unpacker:
         self._work = np.zeros(4, np.uint64)  # kvp_wire_unpacking
         self._given = (ct.c_void_p * 1)(self._work.ctypes.data)
 
-    def load(self, packed: Packed, slot: int, copy_stream: int, copy: Callable[[int, int, int], None]) -> None:
+    def load(self, packed: Packed, slot: int, copy_stream: int, submit: Callable[[int, int, int], None]) -> None:
         """Brings a unit into the slot at an address; on `stream` what follows finds it there.
 
         Args:
             packed: the unit.
             slot: address; on `stream` it is free.
             copy_stream: on which the images travel.
-            copy: submits a copy there: (destination, source, bytes).
+            submit: submits a copy there: (destination, source, bytes).
         """
         runtime = self._runtime
         for image in packed.images:
             stage, self._next = self._stages[self._next], (self._next + 1) % STAGES
             if stage.used:
                 runtime.stream_wait_event(copy_stream, stage.free)
-            copy(stage.address, image.address, image.bytes)
+            submit(stage.address, image.address, image.bytes)
             runtime.event_record(stage.full, copy_stream)
             runtime.stream_wait_event(self.stream, stage.full)
             self._unpack(stage.address, slot + image.start, image.raw_bytes)

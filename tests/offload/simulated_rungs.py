@@ -229,7 +229,7 @@ def workload(seed: int) -> Workload:
     return made
 
 
-class Cost(NamedTuple):
+class SizeCost(NamedTuple):
     """What one transfer took, in ns: of its caller, and of the device; the latter's end."""
 
     submit_ns: int
@@ -260,7 +260,7 @@ class Device:
         self.free_ns = end_ns
 
 
-def cost(work: Workload, turn: Turn, rung: Rung, part: float, device: Device, now_ns: int) -> Cost:
+def cost(work: Workload, turn: Turn, rung: Rung, part: float, device: Device, now_ns: int) -> SizeCost:
     """What a transfer takes on a rung, `part` (0 to 1) of the way through the workload."""
     drifted = 1 + (work.drift[rung] - 1) * part
     host, on_device = work.host[rung] * turn.host, work.device[rung] * turn.device * turn.beside * drifted
@@ -280,7 +280,7 @@ def cost(work: Workload, turn: Turn, rung: Rung, part: float, device: Device, no
         submit = (8000 + work.each_ns[1] * n) * host
         took = row_ns(work.direction, "batch", turn.size, n) * on_device
     device.take(begin, begin + took, n)
-    return Cost(int(submit + blocked) + turn.hiccup_ns, int(took), int(begin + took))
+    return SizeCost(int(submit + blocked) + turn.hiccup_ns, int(took), int(begin + took))
 
 
 class Failed(Exception):
@@ -362,7 +362,7 @@ class Server:
         if watched and auto.looks(self.now_ns):
             self._tell(turn, rung, outstanding, took)
 
-    def _tell(self, turn: Turn, rung: Rung, outstanding: int, took: Cost) -> None:
+    def _tell(self, turn: Turn, rung: Rung, outstanding: int, took: SizeCost) -> None:
         auto, work, n = self.auto, self.work, turn.copies
         sample = Sample(n, took.submit_ns, n * turn.size, rung, outstanding, end_ns=self.now_ns)
         if rung == work.rungs[0] and POOLED in work.rungs:

@@ -7,7 +7,7 @@
  *
  * Of a store into memory whose pages are not there yet (STAGING_FRESH) helpers make the pages first, a little ahead of
  * the chunks, as huge ones where the kernel gives such, on the caller's NUMA node: one thread that meets them one by
- * one stores 1.4 GB/s on an H100's host, whatever the link carries. */
+ * one stores 1.4 GB/s on the host of an H100, whatever the link carries. */
 #define _GNU_SOURCE
 #include "staging.h"
 
