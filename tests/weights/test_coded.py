@@ -64,7 +64,7 @@ def test_weights_changed_in_place_are_the_changed_ones(model: Any, ids: Any, run
 def test_statistics_that_a_forward_writes_stay_right(ids: Any, runtime: HostRuntime) -> None:
     """Their kernels change them without torch counting it: what was packed holds the old ones."""
     torch.manual_seed(1)
-    layers = [torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.BatchNorm1d(256)) for _ in range(6)]
+    layers = [torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.BatchNorm1d(256)) for _ in range(12)]
     model = torch.nn.Sequential(*layers).to(torch.bfloat16).train()
     twin = copy.deepcopy(model)
     x = torch.randn(32, 256, dtype=torch.bfloat16)
