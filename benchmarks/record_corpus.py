@@ -1,13 +1,13 @@
 """Records every program of the corpus in every format, and what each says it lost.
 
-    python benchmarks/record_corpus.py OUT [--formats run,kineto,nsys,totals] [--only TEXT] [--accounts] [--set fresh]
+    python benchmarks/record_corpus.py OUT [--formats run,kineto,nsys,totals] [--only TEXT] [--accounts] [--set SET]
 
 Writes OUT/FORMAT/PROGRAM.{kvprobe.tar.gz | json.gz | sqlite.gz} and PROGRAM.truth.json beside it. `run` starts each
 program under `kvprobe run`, `totals` with its `--detail totals`; `kineto` runs them one after another in one process, a
 PyTorch profile each; `nsys` records one process of all and cuts its export by the programs' NVTX ranges. With
 `--accounts` only the programs are recorded that know their line of the account, and nsys sees into their CUDA graphs;
-with `--set fresh` the programs that were written without knowledge of the diagnosis, which all know their line.
-On a machine without a GPU only `run` is there. `benchmarks/diagnosis_truth.py --corpus OUT` grades them.
+with `--set fresh` or `--set blind` the programs that were written without knowledge of the diagnosis, which all know
+their line. On a machine without a GPU only `run` is there. `benchmarks/diagnosis_truth.py --corpus OUT` grades them.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def main() -> None:
     parser.add_argument("--formats", default="")
     parser.add_argument("--only", default="", help="programs whose name contains one of these, separated by commas")
     parser.add_argument("--accounts", action="store_true", help="programs that know their line of the account")
-    parser.add_argument("--set", default="corpus", choices=["corpus", "fresh"], help="which set of programs")
+    parser.add_argument("--set", default="corpus", choices=["corpus", "fresh", "blind"], help="which set of programs")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
@@ -260,7 +260,7 @@ def main() -> None:
         for name, one in PROGRAMS.items()
         if any(part in name for part in options.only.split(","))
         and one.series == options.set
-        and bool(one.line) == (options.accounts or options.set == "fresh")
+        and bool(one.line) == (options.accounts or options.set != "corpus")
     ]
     names.sort(key=lambda name: PROGRAMS[name].needs_gpu)  # torch comes late into the one process of nsys
     if not Path("/dev/nvidiactl").exists():

@@ -840,7 +840,8 @@ def wasted_stores_and_waits_for_them(d: Device) -> Truth:
     return {"wasted_stores": lost, "synchronisation": waited}
 
 
-import fresh_shapes  # noqa: E402, F401 - they register their programs
+import blind_shapes  # noqa: E402, F401 - they register their programs
+import fresh_shapes  # noqa: E402, F401
 import later_shapes  # noqa: E402, F401
 import other_shapes  # noqa: E402, F401
 

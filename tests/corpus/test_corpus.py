@@ -12,6 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+from blind_shapes import BLIND
 from fresh_shapes import FRESH
 from grade import FORMATS, grade, unpack
 from later_shapes import LATER
@@ -78,6 +79,16 @@ def test_fresh_programs_say_their_truth_and_are_a_set_of_their_own():
     named = {cause for program in FRESH.values() for cause in (*program.causes, *program.also, *program.like)}
     assert named <= set(CAUSES)
     assert not [program.name for program in FRESH.values() if program.blind and program.expected(program.blind[0])]
+
+
+def test_blind_programs_say_their_truth_and_are_a_set_of_their_own():
+    assert 20 <= len(BLIND) <= 24 and sum(program.healthy for program in BLIND.values()) >= 8
+    assert not BLIND.keys() & (LATER.keys() | FRESH.keys())
+    assert {line for program in BLIND.values() for line in (program.line, *program.or_lines)} <= set(LINES)
+    assert all(program.why.endswith(".") and program.like for program in BLIND.values())
+    named = {cause for program in BLIND.values() for cause in (*program.causes, *program.also, *program.like)}
+    assert named <= set(CAUSES)
+    assert not [program.name for program in BLIND.values() if program.blind and program.expected(program.blind[0])]
 
 
 @pytest.mark.timeout(60)
