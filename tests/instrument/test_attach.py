@@ -22,7 +22,8 @@ from kvprobe.errors import KvprobeError, UsageError
 from kvprobe.instrument import attach
 from kvprobe.native import build
 from kvprobe.probe import processes
-from kvprobe.probe.ring import read_ring
+from kvprobe.probe.ring import read_ring, read_ring_fd
+from kvprobe.runfolder import packed
 
 KVPROBE = [sys.executable, "-m", "kvprobe"]
 relocated = runpy.run_path(str(Path(__file__).with_name("relocations.py")))["relocated"]
@@ -41,6 +42,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run(plugin, check=True)
     for name, flag in (("lazy", "lazy"), ("now", "now")):
         subprocess.run([*cc, "-o", folder / name, PROGRAMS / "copying.c", *runtime, f"-Wl,-z,{flag}"], check=True)
+    subprocess.run([*cc, "-o", folder / "listing", PROGRAMS / "forked_listing.c", *runtime], check=True)
     return folder
 
 
@@ -172,6 +174,38 @@ def test_what_an_attached_process_starts_is_recorded(copying: Callable[..., Copy
     program.end()
     pids = {read_ring(path).pid for path in run.glob("*.kvp")} - {program.pid}
     assert sum(recorded(run, pid)[0] for pid in pids) == 40 and len(pids) == 4
+
+
+def all_copies(run: Path) -> int:
+    """Of a run that ends: those of short processes are in its pack."""
+    end = time.monotonic() + 60
+    while not (run / "end.json").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    rings = [read_ring(path) for path in run.glob("*.kvp")]
+    if (run / packed.NAME).exists():
+        rings += [read_ring_fd(fd, name) for name, fd in packed.opened(run / packed.NAME)]
+    slots = np.concatenate([ring.slots() for ring in rings])
+    return int(slots["count"][slots["call"] == 1].sum())
+
+
+@pytest.mark.parametrize("watched", ["alone", "attach", "run"])
+@pytest.mark.parametrize(("parent", "children"), [("held", 3), ("asks", 100), ("loads", 200)])
+def test_a_child_forked_while_the_loaders_list_is_in_use_waits_for_nobody(
+    program: Path, tmp_path: Path, parent: str, children: int, watched: str
+) -> None:
+    run = tmp_path / "run"
+    before = [*KVPROBE, "run", "-o", str(run), "--"] if watched == "run" else []
+    command = [*before, str(program / "listing"), parent, str(children), str(program / "plugin.so")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin and process.stdout and process.stdout.readline() == "ready\n"
+        if watched == "attach":
+            subprocess.run([*KVPROBE, "attach", str(process.pid), "-o", run], check=True, capture_output=True)
+        process.stdin.write("go\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == f"{children}\n"
+    if watched != "alone":
+        assert all_copies(run) == children
 
 
 def test_a_hundred_times_in_and_out_under_load(program: Path, tmp_path: Path) -> None:

@@ -347,21 +347,61 @@ static void end_scan(void) { __atomic_store_n(&scanning, 0, __ATOMIC_SEQ_CST); }
 
 enum { FORK_WAIT_MS = 100, ATTACH_WAIT_MS = 2000 };
 int kvp_stays_away;
-static __thread int held_for_fork __attribute__((tls_model("initial-exec")));
+static __thread int forking __attribute__((tls_model("initial-exec"))); /* 2: and meanwhile nobody scans */
+static atomic_int forks, listing; /* threads that fork, and that are in dl_iterate_phdr because of us */
+static struct list {
+    struct link_map *last; /* NULL: of no child */
+    int count;
+} at_fork;
 
-/* No scan while the process forks. A scan that waits for the forking thread, which a library's constructor may be, is
- * not waited for without end. */
-static void before_fork(void) { held_for_fork = wait_for_scan(FORK_WAIT_MS); }
+static NOT_SANITIZED struct list list_now(void) {
+    struct list now = {NULL, 0};
+    for (struct link_map *map = _r_debug.r_map; map; map = map->l_next) now.last = map, now.count++;
+    return now;
+}
+
+/* Whether the lock of the list of libraries is no dead thread's. The C library makes the loader's other locks anew in a
+ * child of fork, this one not: it is known to be free once the child itself has added to the list or taken from it. */
+static NOT_SANITIZED int list_is_free(void) {
+    if (forking) return 0;
+    if (likely(!at_fork.last)) return 1;
+    if (kvp_stays_away || _r_debug.r_state != RT_CONSISTENT) return 0;
+    struct list now = list_now();
+    if (now.last == at_fork.last && now.count == at_fork.count) return 0;
+    at_fork.last = NULL;
+    return 1;
+}
+
+int kvp_list(int (*each)(struct dl_phdr_info *, size_t, void *), void *data) {
+    if (!list_is_free()) return -1;
+    atomic_fetch_add(&listing, 1);
+    int result = atomic_load(&forks) ? -1 : dl_iterate_phdr(each, data);
+    atomic_fetch_sub(&listing, 1);
+    return result;
+}
+
+/* No scan while the process forks, nor a lock of the list that a child would find taken because of us. A thread that
+ * waits for the forking one, which may be in a library's constructor, is not waited for without end. */
+static void before_fork(void) {
+    atomic_fetch_add(&forks, 1);
+    forking = 1 + wait_for_scan(FORK_WAIT_MS);
+    for (int tries = 0; atomic_load(&listing) && tries < FORK_WAIT_MS * 10; tries++) usleep(100);
+}
 
 static void in_parent(void) {
-    if (!held_for_fork) return;
+    int held = forking == 2;
+    atomic_fetch_sub(&forks, 1);
+    forking = 0;
+    if (!held) return;
     end_scan();
     if (__atomic_load_n(&scan_again, __ATOMIC_SEQ_CST)) kvp_redirect_new();
 }
 
 static void in_child(void) {
     end_scan();
-    kvp_stays_away |= !held_for_fork || _r_debug.r_state != RT_CONSISTENT;
+    kvp_stays_away |= forking != 2 || _r_debug.r_state != RT_CONSISTENT;
+    at_fork = list_now();
+    forks = listing = forking = 0;
 }
 
 static void watch_forks(void) {
@@ -371,16 +411,18 @@ static void watch_forks(void) {
 
 void kvp_redirect_new(void) {
     if (!kvp_watch.redirects || kvp_stays_away) return;
-    int was = errno;
-    struct changes now = changes_now();
+    int was = errno, begun = 0;
+    struct changes now;
+    int known = kvp_list(read_changes, &now) > 0;
     /* each count tells on its own that a scan has begun since: no need to see both of one scan */
-    if (now.adds != __atomic_load_n(&seen.adds, __ATOMIC_ACQUIRE) ||
+    if (!known || now.adds != __atomic_load_n(&seen.adds, __ATOMIC_ACQUIRE) ||
         now.subs != __atomic_load_n(&seen.subs, __ATOMIC_ACQUIRE)) {
-        if (begin_scan()) {
-            if (kvp_watch.redirects) scan(0);
-            end_scan();
-        } else
-            __atomic_store_n(&scan_again, 1, __ATOMIC_SEQ_CST);
+        begun = known && begin_scan();
+        if (!begun) __atomic_store_n(&scan_again, 1, __ATOMIC_SEQ_CST);
+    }
+    if (begun) {
+        if (kvp_watch.redirects) scan(0);
+        end_scan();
     }
     errno = was;
 }

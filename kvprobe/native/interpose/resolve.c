@@ -115,10 +115,18 @@ static int path_of(struct dl_phdr_info *info, size_t size, void *data) {
     return 1;
 }
 
+/* 1: it is in s->path. */
+static NOT_SANITIZED int find_path(struct search *s) {
+    int found = kvp_list(path_of, s);
+    for (struct link_map *map = found < 0 ? _r_debug.r_map : NULL; map && found < 1; map = map->l_next)
+        found = path_of(&(struct dl_phdr_info){.dlpi_name = map->l_name}, 0, s);
+    return found > 0;
+}
+
 static void *search_libraries(const char *prefix, const char *name) {
     for (int i = 0;; i++) {
         struct search s = {.prefix = prefix, .skip = i};
-        if (!dl_iterate_phdr(path_of, &s)) return NULL;
+        if (!find_path(&s)) return NULL;
         void *handle = kvp_loaded(s.path);
         if (!handle) continue;
         void *found = real_dlsym()(handle, name);
@@ -232,14 +240,11 @@ static int place_in(struct dl_phdr_info *info, size_t size, void *data) {
     return inside;
 }
 
-/* Which library holds a function. Not by dladdr: a thread that is loading a library may be waiting for this one. */
-static struct place place_of(const void *function) {
+/* Which library holds the function: none, where that cannot be asked. Not by dladdr: a thread that is loading a library
+ * may be waiting for this one. */
+static void note_place(struct binding *b, const void *function) {
     struct place p = {.address = (uintptr_t)function};
-    dl_iterate_phdr(place_in, &p);
-    return p;
-}
-
-static void note_place(struct binding *b, struct place p) {
+    kvp_list(place_in, &p);
     atomic_store(&b->base, p.base);
     atomic_store(&b->dynamic, p.dynamic);
 }
@@ -250,7 +255,7 @@ static int stands_for(struct wrapped *w, int i, void *found) {
     uint64_t was = atomic_load(&b->state);
     do {
         if (w->real[i] != (any_fn *)found || (was & STATES) == TAKING) return 0;
-        if ((was & STATES) == FREE) note_place(b, place_of(found));
+        if ((was & STATES) == FREE) note_place(b, found);
     } while (!atomic_compare_exchange_weak(&b->state, &was, ((was + ANOTHER) & ~(uint64_t)STATES) | USED));
     return 1;
 }
@@ -260,7 +265,7 @@ static int takes(struct wrapped *w, int i, void *found) {
     uint64_t was = atomic_load(&b->state), taking = ((was + ANOTHER) & ~(uint64_t)STATES) | TAKING;
     if ((was & STATES) != FREE || !atomic_compare_exchange_strong(&b->state, &was, taking)) return 0;
     w->real[i] = (any_fn *)found;
-    note_place(b, place_of(found));
+    note_place(b, found);
     atomic_store(&b->state, taking - TAKING + ANOTHER + USED);
     return 1;
 }
@@ -277,7 +282,8 @@ void *kvp_wrap_pointer(struct wrapped *w, void *found) {
 
 static int still_there(const struct binding *b, uint64_t state, const void *function) {
     if ((state & STATES) != USED || !atomic_load(&b->base)) return 1;
-    struct place p = place_of(function);
+    struct place p = {.address = (uintptr_t)function};
+    dl_iterate_phdr(place_in, &p); /* in a scan: nobody forks */
     return p.base == b->base && p.dynamic == b->dynamic;
 }
 
@@ -384,11 +390,10 @@ static int paths_in(struct dl_phdr_info *info, size_t size, void *data) {
     return p->matter;
 }
 
-/* Whether a name without a path is searched for otherwise where that caller asks than where we do. */
+/* Whether a name without a path is searched for otherwise where that caller asks than where we do; -1: not known. */
 static int caller_matters(const void *caller) {
     struct paths p = {.caller = (uintptr_t)caller};
-    dl_iterate_phdr(paths_in, &p);
-    return p.matter;
+    return kvp_list(paths_in, &p) < 0 ? -1 : p.matter;
 }
 
 static int is_called(const struct link_map *map, const char *file) {
@@ -439,7 +444,8 @@ void *kvp_dlopen(const char *file, int mode) {
     kvp_redirect_new();
     if (strchr(file, '$')) return dlopen(file, mode);
     const void *caller = __builtin_return_address(0);
-    int matters = !strchr(file, '/') && caller_matters(caller);
+    int matters = strchr(file, '/') ? 0 : caller_matters(caller);
+    if (matters < 0) return dlopen(file, mode);
     void *handle = matters ? open_for(caller, file, mode) : dlopen(file, mode);
     if (matters && !handle) return dlopen(file, mode);
     if (!handle) return NULL; /* what the loader says of it stands until its next call: dlerror is the program's */
