@@ -13,7 +13,8 @@
  * - No event is made on its way: they come from a pool. An empty pool, or a stream that somebody else marks just now,
  *   costs the mark and nothing else; a pool that was empty ends the stretch.
  * - A full queue: behind more than MARK_BUSY_LIMIT submissions a mark waits until so many more have come, so that it
- *   takes at most one slot in so many. The helper records where a quarter of that is outstanding: it never blocks.
+ *   takes at most one slot in so many. The helper records where a quarter of that is outstanding, or where the stream
+ *   says that it is idle: it never blocks.
  * - While any stream is being captured nothing is marked.
  * - A stream that is destroyed, a context that ends: nothing is asked or recorded afterwards (kvp_marks_stream_ends,
  *   kvp_marks_context_ends). A forked child marks nothing where its parent did.
@@ -119,11 +120,25 @@ static void begin_interval(struct mark_stream *s) {
     s->flags = 0;
 }
 
+static int is_captured(const struct mark_stream *s) {
+    int capturing = 0;
+    return kvp_watch.captures || kvp_mark_driver.cuStreamIsCapturing(s->handle, &capturing) || capturing;
+}
+
+int kvp_mark_idle(const struct mark_stream *s) {
+    if (is_captured(s)) return 0;
+    int mode = 2; /* relaxed: a capture that nobody saw begin goes on */
+    if (unlikely(kvp_watch.attached)) kvp_mark_driver.cuThreadExchangeStreamCaptureMode(&mode);
+    int state = kvp_mark_driver.cuStreamQuery(s->handle);
+    if (unlikely(kvp_watch.attached)) kvp_mark_driver.cuThreadExchangeStreamCaptureMode(&mode);
+    return !state;
+}
+
 int kvp_mark_place(struct mark_stream *s, int flags) {
     struct mark_context *c = &kvp_mark_contexts[s->context];
-    int capturing = 0;
-    if (unlikely(kvp_watch.captures)) return 0;
-    if (kvp_mark_driver.cuStreamIsCapturing(s->handle, &capturing) || capturing) return 0;
+    if (unlikely(is_captured(s))) return 0;
+    uint64_t busy_ns = s->busy_ns > s->last_ns ? s->busy_ns : s->last_ns;
+    if (flags & MARK_UNSEEN && kvp_clock() - busy_ns >= MARK_STALE_NS && kvp_mark_idle(s)) flags |= MARK_IDLE;
     struct mark *m = take(c);
     if (unlikely(!m)) {
         atomic_fetch_add(&kvp_mark_empty, 1);
@@ -139,7 +154,7 @@ int kvp_mark_place(struct mark_stream *s, int flags) {
     }
     m->return_ns = kvp_clock();
     m->first_ns = s->first_ns;
-    m->last_ns = s->last_ns;
+    m->last_ns = busy_ns;
     m->bytes = s->bytes;
     m->count = s->count;
     m->graph = s->graph;
@@ -241,7 +256,7 @@ static __attribute__((noinline)) struct mark_stream *add_stream(uint64_t key, ui
         if (atomic_load(&s->key) || !kvp_mark_try(s)) continue;
         if (!atomic_load(&s->key)) {
             begin_interval(s);
-            s->submitted = s->done = s->last_ns = 0;
+            s->submitted = s->done = s->last_ns = s->busy_ns = 0;
             s->head = s->tail = NULL;
             s->mark_ns = 0;
             s->held.count = 0;
@@ -289,6 +304,11 @@ static int has_room(struct mark_stream *s) {
     return kvp_mark_outstanding(s) <= kvp_mark_limit;
 }
 
+/* For a mark behind what was submitted long ago: it says nothing of when that ended, if it is over. */
+static int unseen(const struct mark_stream *s, uint64_t now) {
+    return s->last_ns && now > s->last_ns + MARK_LONG_NS ? MARK_UNSEEN : 0;
+}
+
 /* In front of a submission that changes what the stream does. 1: time has passed. */
 static __attribute__((noinline)) int changes(struct mark_stream *s, const kvp_record *r, uint8_t kind, uint64_t now) {
     int placed = 0;
@@ -301,7 +321,7 @@ static __attribute__((noinline)) int changes(struct mark_stream *s, const kvp_re
         if (s->kind == MARK_MEMSET) s->kind = kind;
         if (kind != s->kind || (kind == MARK_GRAPH && (uint32_t)r->src != s->graph)) {
             if (has_room(s))
-                placed = kvp_mark_place(s, 0);
+                placed = kvp_mark_place(s, unseen(s, now));
             else
                 s->flags |= MARK_MIXED;
         } else if (gap >= MARK_GAP_NS && has_caught_up(s)) {
@@ -337,7 +357,8 @@ static __attribute__((noinline)) int changes(struct mark_stream *s, const kvp_re
 static int end_run(struct mark_stream *s, int waits_for_all) {
     int placed = 0;
     if (s->count && !(s->flags & MARK_UNKNOWN) && take_stream(s)) {
-        if (s->count && s->first_ns && (waits_for_all || has_room(s))) placed = kvp_mark_place(s, 0);
+        if (s->count && s->first_ns && (waits_for_all || has_room(s)))
+            placed = kvp_mark_place(s, unseen(s, kvp_clock()));
         kvp_mark_release(s);
     }
     return placed;
