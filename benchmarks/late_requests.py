@@ -55,7 +55,7 @@ _host = [line.key for line in (Line.PYTHON, Line.ELSEWHERE, Line.NOTHING_TO_DO, 
 PARTS = {
     "host": _host,
     "link": _copies,
-    "queue": [*_copies, Line.FULL_QUEUE.key],
+    "queue": [*_copies, Line.FULL_QUEUE.key, Line.WAITING_FOR_DEVICE.key],  # the last: between copies, as it empties
     "pin": [Line.ALLOCATING.key],
     "tier": [PART_KEYS[-1]],
 }
