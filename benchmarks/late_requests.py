@@ -15,6 +15,7 @@ that were named, missed and made up, and how far the split is from the truth, as
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import subprocess
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,7 +57,7 @@ _host = [line.key for line in (Line.PYTHON, Line.ELSEWHERE, Line.NOTHING_TO_DO, 
 PARTS = {
     "host": _host,
     "link": _copies,
-    "queue": [*_copies, Line.FULL_QUEUE.key],
+    "queue": [*_copies, Line.FULL_QUEUE.key, Line.WAITING_FOR_DEVICE.key],  # the last: between copies, as it empties
     "pin": [Line.ALLOCATING.key],
     "tier": [PART_KEYS[-1]],
 }
@@ -104,7 +106,12 @@ class Server:
         self.random = np.random.default_rng(seed)
         self.virtual = isinstance(runtime, HostRuntime) and runtime.simulated
         self.piece = (64 << 10) if runtime.provider == "host" else (1 << 20)
-        self.small = (16 << 10) if runtime.provider == "host" else (256 << 10)
+        # of a copy that fills a queue: the device takes several times as long as the thread that submits it
+        self.small = 2 * self.piece if runtime.provider == "host" else self.piece
+        self.beyond = 800, 1_400  # such copies, beyond a queue's depth
+        if self.virtual:  # a submission takes 1 us
+            self.small, self.beyond = self.piece // 4, (2_200, 3_500)
+        self.turn = 0
         self.stream, self.other = runtime.stream_create(), runtime.stream_create()
         blocks = at_once * BLOCKS + LARGE
         regions = [[make(runtime, blocks * self.piece) for _ in range(LAYERS)] for make in (device_region, host_region)]
@@ -119,7 +126,23 @@ class Server:
         )
         self.truth = Truth()
         self.host: Any = None
+        if not self.virtual:
+            self.warm()
         self.kinds = ("host", "link", "queue", *(("pin",) if runtime.provider == "cuda" else ()))
+
+    def warm(self) -> None:
+        """What is slow once: the first launch imports torch, and the engine tries ways to copy a large load."""
+        self.compute(1_000)
+        self.runtime.stream_synchronize(self.stream)
+        for _ in range(3):
+            self.load_large()
+
+    def load_large(self) -> None:
+        """A load that nothing hides; a place on the GPU is given other bytes each time."""
+        self.turn += 1
+        first = self.at_once * BLOCKS
+        places = [first + (number + self.turn) % LARGE for number in range(LARGE)]
+        self.engine.wait(self.engine.load(range(first, first + LARGE), places))
 
     def now(self) -> int:
         """The clock that steps are told in."""
@@ -151,14 +174,25 @@ class Server:
         if kind == "host":
             self.busy(int(self.random.integers(25_000_000, 45_000_000)))
         elif kind == "link":
-            last = range(self.at_once * BLOCKS, self.at_once * BLOCKS + LARGE)
-            self.engine.wait(self.engine.load(last, last))
+            self.load_large()
         elif kind == "queue":
-            for _ in range(DEPTH + int(self.random.integers(2_200, 3_500))):
-                self.runtime.memcpy_async(self.gpu[0].address, self.cpu[0].address, self.small, "h2d", self.other)
+            for from_address, to_address in self.many_copies(DEPTH + int(self.random.integers(*self.beyond))):
+                self.runtime.memcpy_async(to_address, from_address, self.small, "h2d", self.other)
+            self.runtime.stream_synchronize(self.other)  # else loads of the steps that follow wait for the rest
         else:
             self.runtime.free_host(self.runtime.host_alloc(512 << 20))
         return self.now() - begin
+
+    def many_copies(self, count: int) -> Iterator[tuple[int, int]]:
+        """From where to where each of them goes: none brings what is on the GPU or on its way."""
+        self.turn += 1
+        begin, grain = self.at_once * BLOCKS * self.piece, self.small // 4
+        places = (LARGE * self.piece - self.small) // grain
+        for number in range(count):
+            lap, place = divmod(number, LAYERS * places)
+            layer, place = divmod(place, places)
+            other = (place + self.turn + lap) % places
+            yield (self.cpu[layer].address + begin + place * grain, self.gpu[layer].address + begin + other * grain)
 
     def serve(self, count: int) -> Truth:
         """All requests."""
@@ -201,7 +235,7 @@ class Server:
             told = kvprobe.mark(number, names, phase, computed=computed, begin_ns=start, server="bench")
             told.end(end_ns=self.now())
             running = self.kept(batch, storing)
-            if number % 200 == 0:
+            if self.virtual and number % 200 == 0:  # on a real clock a thread of its own does that
                 event_log.flush()
         self.engine.wait()
         event_log.flush()
@@ -371,6 +405,7 @@ def main() -> int:
     if options.serve is not None:
         step = options.step_ms * 1e6, options.vary
         server = Server(kvprobe.find_runtime(options.device), options.seed, options.at_once, options.step_share, step)
+        gc.disable()  # a collection would make a step late of which the truth knows nothing
         truth = server.serve(options.requests)
         server.close()
         told = {key: sorted(one) if isinstance(one, set) else one for key, one in vars(truth).items()}

@@ -220,3 +220,34 @@ d.synchronize()
     assert {one.state for one in reasons} == {"not full"}
     found = [re.match(r"never more than (\d+) of 900 submissions", one.because) for one in reasons]
     assert any(one and int(one[1]) < 64 for one in found), reasons
+
+
+LEFT = """
+for i in range(%d):
+    d.load(i, 100_000, d.copies[0])
+d.launch(60_000_000)
+d.sync(d.compute)
+d.launch(60_000_000)
+d.sync(d.compute)
+%s
+d.synchronize()
+"""
+
+
+@pytest.mark.parametrize("then", ["", "d.load(0, 100_000, d.copies[0])", "d.order(d.copies[0], d.compute, 0)"])
+@pytest.mark.parametrize("copies", [5, 480], ids=["few", "many"])
+def test_a_run_that_nobody_goes_on_with_ends_when_it_ends(
+    libraries: Path, tmp_path: Path, copies: int, then: str
+) -> None:
+    """25 µs a copy, and nothing more in that stream for 120 ms: whatever comes then, it was not copying meanwhile."""
+    recording = recorded(libraries, tmp_path, LEFT % (copies, then))
+    spans, seen = recording.spans, recording.coverage
+    mine = spans["engine"] == Engine.COPY
+    ends = spans["start_ns"][mine].min() + 10_000_000
+    in_time = spans["start_ns"][mine] < ends
+    assert spans["end_ns"][mine][in_time].max() < ends
+    length = spans["end_ns"] - spans["start_ns"]
+    second = np.flatnonzero((spans["engine"] == Engine.KERNEL) & (length > 50_000_000))[-1:]
+    whole = Cover(seen["start_ns"][seen["reason"] == 0], seen["end_ns"][seen["reason"] == 0])
+    known = whole.within(spans["start_ns"][second], spans["end_ns"][second])
+    assert known[0] == pytest.approx(60_000_000, rel=0.02)

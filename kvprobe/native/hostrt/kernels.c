@@ -31,9 +31,8 @@ typedef struct {
     uint32_t total, units, unit, chunk, stage, stages, pace;
 } work; /* launch() in copy_methods.c, copy.cu */
 
-static const char *const names[] = {"kvp_copy_load", "kvp_copy_store", "kvp_copy_registers",
-                                    "kvp_read",      "kvp_coded_load", "kvp_coded_store",
-                                    "kvp_coded_unpack"};
+static const char *const names[] = {"kvp_copy_load",  "kvp_copy_store",  "kvp_copy_registers", "kvp_read",
+                                    "kvp_coded_load", "kvp_coded_store", "kvp_coded_unpack"};
 enum { KERNELS = sizeof names / sizeof *names, READ = 3, CODED_LOAD = 4, CODED_STORE = 5, UNPACK = 6 };
 static char module, functions[KERNELS];
 

@@ -157,7 +157,7 @@ static void consume(struct mark_context *c, struct mark_stream *s, struct mark *
         return;
     }
     if (!m->count) return;
-    if (m->flags & MARK_UNSEEN && span.dry) { /* it ended somewhere between its last submission and this mark */
+    if (m->flags & MARK_UNSEEN && (span.dry || m->flags & MARK_IDLE)) { /* it ended somewhere before this mark */
         span.end_ns = m->last_ns > span.start_ns ? m->last_ns : span.start_ns;
         write_coverage(c, span.end_ns, at, REASON_UNSEEN);
     }
@@ -247,7 +247,11 @@ static void end_stale(struct mark_stream *s, uint64_t now) {
     if ((!open && !(unknown && !paused_ns)) || s->per_thread || (s->legacy && kvp_watch.blocking)) return;
     if (open && (!get(s->first_ns) || (!paused_ns && (last > now || now - last < MARK_STALE_NS)))) return;
     if (open && s->tail && s->tail->flags & MARK_UNSEEN) return; /* the stream is busy: one of ours in it is enough */
-    if (kvp_mark_outstanding(s) <= get(kvp_mark_limit) / 4) kvp_mark_place(s, open ? MARK_UNSEEN : 0);
+    if (kvp_mark_outstanding(s) > get(kvp_mark_limit) / 4 && !kvp_mark_idle(s)) {
+        put(s->busy_ns, now); /* it will be over between this look and another */
+        return;
+    }
+    kvp_mark_place(s, open ? MARK_UNSEEN : 0);
 }
 
 /* Until when nothing is missing of a stream: up to its newest mark, and where it stood idle afterwards. */

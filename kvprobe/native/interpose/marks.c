@@ -13,7 +13,8 @@
  * - No event is made on its way: they come from a pool. An empty pool, or a stream that somebody else marks just now,
  *   costs the mark and nothing else; a pool that was empty ends the stretch.
  * - A full queue: behind more than MARK_BUSY_LIMIT submissions a mark waits until so many more have come, so that it
- *   takes at most one slot in so many. The helper records where a quarter of that is outstanding: it never blocks.
+ *   takes at most one slot in so many. The helper records where a quarter of that is outstanding, or where the stream
+ *   says that it is idle: it never blocks.
  * - While any stream is being captured nothing is marked.
  * - A stream that is destroyed, a context that ends: nothing is asked or recorded afterwards (kvp_marks_stream_ends,
  *   kvp_marks_context_ends). A forked child marks nothing where its parent did.
@@ -135,11 +136,26 @@ static void begin_interval(struct mark_stream *s) {
     s->graph = 0;
 }
 
+static int is_captured(const struct mark_stream *s) {
+    int capturing = 0;
+    return kvp_watch.captures || kvp_mark_driver.cuStreamIsCapturing(s->handle, &capturing) || capturing;
+}
+
+int kvp_mark_idle(const struct mark_stream *s) {
+    if (is_captured(s)) return 0;
+    int mode = 2; /* relaxed: a capture that nobody saw begin goes on */
+    if (unlikely(kvp_watch.attached)) kvp_mark_driver.cuThreadExchangeStreamCaptureMode(&mode);
+    int state = kvp_mark_driver.cuStreamQuery(s->handle);
+    if (unlikely(kvp_watch.attached)) kvp_mark_driver.cuThreadExchangeStreamCaptureMode(&mode);
+    return !state;
+}
+
 int kvp_mark_place(struct mark_stream *s, int flags) {
     struct mark_context *c = &kvp_mark_contexts[s->context];
-    int capturing = 0;
-    if (unlikely(kvp_watch.captures)) return 0;
-    if (kvp_mark_driver.cuStreamIsCapturing(s->handle, &capturing) || capturing) return 0;
+    if (unlikely(is_captured(s))) return 0;
+    uint64_t busy_ns = get(s->busy_ns), last_ns = get(s->last_ns);
+    if (busy_ns < last_ns) busy_ns = last_ns;
+    if (flags & MARK_UNSEEN && kvp_clock() - busy_ns >= MARK_STALE_NS && kvp_mark_idle(s)) flags |= MARK_IDLE;
     struct mark *m = take(c);
     if (unlikely(!m)) {
         atomic_fetch_add(&kvp_mark_empty, 1);
@@ -155,7 +171,7 @@ int kvp_mark_place(struct mark_stream *s, int flags) {
     }
     m->return_ns = kvp_clock();
     m->first_ns = get(s->first_ns);
-    m->last_ns = get(s->last_ns);
+    m->last_ns = busy_ns;
     m->bytes = get(s->bytes);
     m->count = get(s->count);
     m->graph = s->graph;
@@ -262,6 +278,7 @@ static __attribute__((noinline)) struct mark_stream *add_stream(uint64_t key, ui
             put(s->submitted, 0);
             put(s->done, 0);
             put(s->last_ns, 0);
+            put(s->busy_ns, 0);
             s->head = s->tail = NULL;
             s->mark_ns = 0;
             s->held.count = 0;
@@ -314,13 +331,19 @@ static int has_room(struct mark_stream *s) {
     return kvp_mark_outstanding(s) <= limit;
 }
 
+/* For a mark behind what was submitted long ago: it says nothing of when that ended, if it is over. */
+static int unseen(const struct mark_stream *s, uint64_t now) {
+    uint64_t last = get(s->last_ns);
+    return last && now > last + MARK_LONG_NS ? MARK_UNSEEN : 0;
+}
+
 /* Behind what stands in the stream already, of the same kind as what comes or not. 1: time has passed. */
-static int goes_on(struct mark_stream *s, const kvp_record *r, uint8_t kind, uint64_t gap) {
+static int goes_on(struct mark_stream *s, const kvp_record *r, uint8_t kind, uint64_t gap, uint64_t now) {
     uint8_t stands = get(s->kind);
     if (kind == MARK_MEMSET) kind = stands; /* too short to be told apart */
     if (stands == MARK_MEMSET) put(s->kind, stands = kind);
     if (kind != stands || (kind == MARK_GRAPH && (uint32_t)r->src != s->graph)) {
-        if (has_room(s)) return kvp_mark_place(s, 0);
+        if (has_room(s)) return kvp_mark_place(s, unseen(s, now));
         put(s->flags, get(s->flags) | MARK_MIXED);
         return 0;
     }
@@ -360,7 +383,7 @@ static __attribute__((noinline)) int changes(struct mark_stream *s, const kvp_re
     if (unlikely(get(s->flags) & MARK_UNKNOWN))
         placed = kvp_mark_place(s, 0);
     else
-        placed = get(s->count) ? goes_on(s, r, kind, gap) : begins(s, kind, gap, now);
+        placed = get(s->count) ? goes_on(s, r, kind, gap, now) : begins(s, kind, gap, now);
     put(s->last_ns, now);
     if (!get(s->count)) {
         put(s->kind, s->ran = kind);
@@ -378,7 +401,8 @@ static __attribute__((noinline)) int changes(struct mark_stream *s, const kvp_re
 static int end_run(struct mark_stream *s, int waits_for_all) {
     int placed = 0;
     if (get(s->count) && !(get(s->flags) & MARK_UNKNOWN) && take_stream(s)) {
-        if (get(s->count) && get(s->first_ns) && (waits_for_all || has_room(s))) placed = kvp_mark_place(s, 0);
+        if (get(s->count) && get(s->first_ns) && (waits_for_all || has_room(s)))
+            placed = kvp_mark_place(s, unseen(s, kvp_clock()));
         kvp_mark_release(s);
     }
     return placed;

@@ -11,6 +11,7 @@
     X(cuCtxSetCurrent, (void *))                                                                                       \
     X(cuCtxGetDevice, (int *))                                                                                         \
     X(cuDeviceGetCount, (int *))                                                                                       \
+    X(cuStreamQuery, (void *))                                                                                         \
     X(cuStreamGetCtx, (void *, void **))                                                                               \
     X(cuStreamIsCapturing, (void *, int *))                                                                            \
     X(cuThreadExchangeStreamCaptureMode, (int *))                                                                      \
@@ -43,6 +44,7 @@ extern int kvp_marks_asked;     /* by name: then on the embedded host runtime, t
 #define MARK_GAP_NS 10000u      /* from one submission to the next: the stream may have run dry meanwhile */
 #define MARK_PROBE_NS 5000000u
 #define MARK_STALE_NS 100000u /* so long without a submission: the helper ends the run */
+#define MARK_LONG_NS 1000000u /* so long without one, and the helper did not: nobody saw when it ended */
 
 /* What stands in a stream since its newest mark. */
 enum mark_kind { MARK_NONE, MARK_KERNEL, MARK_H2D, MARK_D2H, MARK_COPY, MARK_MEMSET, MARK_GRAPH, MARK_WAIT };
@@ -53,15 +55,16 @@ enum mark_flags {
     MARK_PROBE = 4,   /* recorded where the stream was idle: places the device's clock on the host's */
     MARK_SAMPLE = 8,  /* in the middle of a run: was the stream dry here? */
     MARK_ITEM = 16,   /* right after the one submission that follows a MARK_SAMPLE */
-    MARK_MIXED = 32   /* several kinds stand in front of it */
+    MARK_MIXED = 32,  /* several kinds stand in front of it */
+    MARK_IDLE = 64    /* the stream said that it was idle when this was recorded */
 };
 
 struct mark {
     struct mark *next;
     void *event;
     uint64_t entry_ns, return_ns; /* host: of the call that recorded it */
-    uint64_t first_ns, last_ns;   /* host: return of the first and of the newest submission since the mark before */
-    uint64_t bytes, at;           /* at: submissions in the stream up to here */
+    uint64_t first_ns, last_ns; /* host: the first submission's return since the mark before; newest time it was busy */
+    uint64_t bytes, at;         /* at: submissions in the stream up to here */
     uint32_t count, graph;
     uint8_t kind, flags;
 };
@@ -91,6 +94,7 @@ struct mark_stream {
     uint8_t kind, flags, gappy, after, sampled, per_thread, legacy, context, ordered, ran; /* ran: the newest kind */
     void *handle __attribute__((aligned(64)));
     uint64_t submitted, done; /* submissions and marks up to the newest mark, and of these what is over */
+    uint64_t busy_ns;         /* when the helper saw it busy last */
     struct mark *head, *tail; /* outstanding */
     double mark_ns;           /* of the newest mark that was read, on the device's clock; 0: none */
     struct mark_span held;    /* a part of a run that waits for its sample; count 0: none */
@@ -131,6 +135,7 @@ static inline void kvp_mark_release(struct mark_stream *s) { atomic_store_explic
 
 /* marks.c. 1: there is a mark now. The caller holds the stream's lock. */
 int kvp_mark_place(struct mark_stream *s, int flags);
+int kvp_mark_idle(const struct mark_stream *s); /* 1: the stream has nothing left to do */
 void kvp_mark_give(struct mark_context *c, struct mark *m);
 static inline uint64_t kvp_mark_outstanding(const struct mark_stream *s) {
     return get(s->submitted) + get(s->count) - get(s->done);
