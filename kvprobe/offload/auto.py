@@ -130,9 +130,13 @@ class Auto:
 
     def submitted(self, sample: Sample) -> None:
         """Take in what was just submitted, and perhaps change the rung for the next one."""
-        if not self.looks(self._now()) or sample.rung != self.rung:
+        if not self.looks(self._now()):
             return
         with self._lock:
+            if sample.rung != self.rung:
+                if sample.rung == self.base:  # the detector was faster: it still tells what the base costs
+                    sample.cost = self._on_base.add(sample)
+                return
             if self._fresh:  # the first one on a rung pays for what is loaded then
                 self._fresh = False
                 return

@@ -107,6 +107,6 @@ class SharedSubmission:
         if engine.auto.active:
             full = verdict is Slowness.SATURATION
             took = run.end_ns - run.start_ns
-            engine._cost(transfer, "shared", run.submitted, took, outstanding, later=last and not full)
-            if full:
+            if full:  # first: a full queue is a better reason than what it cost
                 engine.auto.saturated(engine.detector.saturations[-1], engine.detector.reason)
+            engine._cost(transfer, "shared", run.submitted, took, outstanding, later=last and not full)

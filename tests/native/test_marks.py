@@ -203,7 +203,7 @@ d.synchronize()
     recording = recorded(libraries, tmp_path, body)
     (full,) = (queue for queue in queues(recording) if queue.conclusion.full)
     assert "counted by timing events" in full.conclusion.because
-    assert 1_000 <= full.depth[full.blocked].min() <= full.depth.max() <= 1_026
+    assert 675 <= full.depth[full.blocked].min() <= full.depth.max() <= 684  # copies: three slots for two of them
 
 
 def test_a_queue_that_marks_counted_below_its_depth_was_not_full(libraries: Path, tmp_path: Path) -> None:
