@@ -210,7 +210,8 @@ static void refill(uint64_t now) {
     refilled_ns = now;
     int64_t whole = (int64_t)saved, have = atomic_load(&kvp_mark_left_ns);
     saved -= (double)whole;
-    if (age > 1 && have + whole > MARK_CREDIT_NS) whole = MARK_CREDIT_NS - have; /* what the first second left, too */
+    if (have + whole > MARK_CREDIT_NS)
+        whole = have < MARK_CREDIT_NS ? MARK_CREDIT_NS - have : 0; /* the first one stays */
     if (whole) atomic_fetch_add(&kvp_mark_left_ns, whole);
 }
 

@@ -21,7 +21,7 @@
  * - The legacy default stream orders blocking streams around whatever is put into it: there the helper records nothing,
  *   and a mark is put right behind what the program submitted to it last, or right in front of what it submits next, so
  *   that nothing waits for the mark that would not wait for that.
- * - What they may cost is measured and bounded: MARK_FIRST_NS in the first second, then OF_A_SECOND_NS of each second
+ * - What they may cost is measured and bounded: MARK_FIRST_NS at first, then OF_A_SECOND_NS of each second
  *   (mark_reader.c). A mark counts with what it and all questions around it took the program's thread, and with
  *   MARK_DEVICE_NS for its stream. A program that they cost more is seen in stretches. */
 #define _GNU_SOURCE

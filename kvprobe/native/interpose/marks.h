@@ -35,7 +35,7 @@ enum { MARK_NOT_READY = 600 }; /* CUDA_ERROR_NOT_READY */
 #define MARK_BUSY_LIMIT 400     /* submissions in a stream above which a mark waits for its turn; a queue takes 1,021 */
 extern uint32_t kvp_mark_limit; /* the same, scaled as the environment scales queues */
 extern int kvp_marks_asked;     /* by name: then on the embedded host runtime, too */
-#define MARK_FIRST_NS 30000000  /* what they may cost in the first second: short programs are covered whole */
+#define MARK_FIRST_NS 40000000  /* what they may cost at first: short programs are covered whole */
 #define MARK_CREDIT_NS 3000000  /* what may be saved up later */
 #define MARK_STRETCH_NS 1500000 /* what is saved up before marking comes back */
 #define MARK_DEVICE_NS 1000     /* of a record, beside what its caller waits: its stream does nothing else meanwhile */
