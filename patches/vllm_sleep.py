@@ -46,7 +46,7 @@ class SleepMode(TimedCalls):
         if tell is None or module.__name__ != _ALLOCATOR or not hasattr(owner, "_python_malloc_callback"):
             return
 
-        def allocated(call: Call, allocator: Any, handle: Any) -> Any:
+        def allocated(call: Call, allocator: Any, *args: Any, **kwargs: Any) -> Any:
             """This thread maps the memory as soon as this has returned."""
             tell(int(allocator.current_tag in _COPIED))
             return call()
