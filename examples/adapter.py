@@ -23,9 +23,7 @@ class SwapIn(TimedCalls):
     name, versions = "toyserver.cache", ">=1,<2"
     timed = (timed("toyserver.cache", "swap_in", ("blocks",), "load", "waits for its copies"),)
 
-    def describe(
-        self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> dict[str, Any]:
+    def describe(self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         """What the call moved."""
         return {"copies": result, "bytes": result * kwargs.get("block_bytes", 4096)}
 

@@ -259,7 +259,7 @@ def with_copy(recording: Recording, begin: float, end: float, waits: bool) -> Re
 def test_a_copy_beside_a_busy_thread_is_not_what_a_step_waited_for(until, waits, copies_ms):
     steps = of_steps([(0, 10, Phase.DECODE, {"a": 1}), (35, 40, Phase.DECODE, {"a": 1})])
     told = joined(with_copy(steps, 10, until, waits))[1]
-    (lines,) = told.lines[told.arrivals.number == 1]
+    (lines,) = told.lines[told.told.number == 1]
     assert sum(lines[line] for line in COPIES) == copies_ms * MS
     assert lines[Line.COMPUTING] == 4 * MS and lines.sum() == 30 * MS
     assert lines[Line.ELSEWHERE] == pytest.approx((26 - copies_ms) * MS, abs=10_000)
