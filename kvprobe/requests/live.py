@@ -244,6 +244,8 @@ class _File:
         begin, told = min(int(line.get("begin_ns", at)), at), [self._request(int(one)) for one in line["requests"]]
         tokens, computed = line.get("tokens", 1), line.get("computed") or []
         emitted = [tokens] * len(told) if isinstance(tokens, int) else [*tokens, *[0] * len(told)]
+        if isinstance(computed, int):
+            computed = [computed] * len(told)
         amount = sum(computed) if len(computed) == len(told) and min(computed, default=-1) >= 0 else -1
         step = -1 if line.get("step") is None else int(line["step"])
         before = max((one.step_ns for one in told), default=-1)
