@@ -10,7 +10,8 @@ import pytest
 from kvprobe.native import build
 
 HERE = Path(__file__).parent
-RUNTIME = [*sorted((build.NATIVE / "hostrt").glob("*.c")), *(build.NATIVE / "src" / n for n in ("clock.c", "wire.c"))]
+SOURCES = ("clock.c", "image.c", "wire.c")
+RUNTIME = [*sorted((build.NATIVE / "hostrt").glob("*.c")), *(build.NATIVE / "src" / name for name in SOURCES)]
 
 
 @pytest.mark.parametrize(("sanitizer", "rounds"), [("thread", 40), ("address,undefined", 60)])

@@ -12,7 +12,7 @@ from kvprobe.native import build
 SOURCES = [
     Path(__file__).parent / "programs" / "staging_threads.c",
     build.NATIVE / "interpose" / "staged_copy.c",
-    *(build.NATIVE / "src" / name for name in ("clock.c", "wire.c")),
+    *(build.NATIVE / "src" / name for name in ("clock.c", "image.c", "wire.c")),
     *sorted((build.NATIVE / "hostrt").glob("*.c")),
 ]
 
