@@ -235,7 +235,7 @@ def work(memory: Memory, model: Model, limits: Any, what: dict[str, Any], how: s
         methods = sorted({name for transfer in transfers for name in transfer.methods})
         read, side, kernel = engine.read(), int(what["direction"] == "store"), METHOD_NAMES.index("kernel")
         by_kernel = read.bytes[side][kernel] - before.bytes[side][kernel]
-        switched = [(each.time_ns - begin) / 1e6 for each in engine.auto.decisions[:1]]
+        switched = [(each.time_ns - begin) / 1e6 for each in list(engine.auto.decisions)[:1]]
         handed = [took for took, each in zip(held, transfers, strict=True) if each.policy == "pooled"]
     return {
         "done_ms": (end - begin) / 1e6,

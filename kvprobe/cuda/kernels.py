@@ -198,8 +198,9 @@ def _warm_up(runtime: Runtime, kernels: CopyKernels) -> None:
         for pinned, direction, (dst, src) in zip(lists, ("h2d", "d2h"), ((device, host), (host, device)), strict=True):
             copies = columns([dst.address], src.address, 4096)
             submit_copies(runtime, copier, "kernel", direction, copies, stream, pinned=pinned)
-        for coded in kernels.coded or () if runtime.provider != "host" else ():
-            _launch_empty(runtime, kernels.launch_kernel, coded, stream)
+        for coded in (*(kernels.coded or ()), kernels.unpack) if runtime.provider != "host" else ():
+            if coded is not None:
+                _launch_empty(runtime, kernels.launch_kernel, coded, stream)
         runtime.stream_synchronize(stream)
     finally:
         runtime.stream_destroy(stream)
@@ -210,8 +211,8 @@ def _warm_up(runtime: Runtime, kernels: CopyKernels) -> None:
 
 
 def _launch_empty(runtime: Runtime, launch_kernel: int, kernel: CopyKernel, stream: int) -> None:
-    """Launches a coded kernel on no cells."""
-    work = ct.create_string_buffer(40)  # kvp_wire_work
+    """Launches a coded kernel on no cells, or no image."""
+    work = ct.create_string_buffer(40)  # kvp_wire_work, or the shorter kvp_wire_unpacking
     given = (ct.c_void_p * 1)(ct.addressof(work))
     launch = ct.CFUNCTYPE(ct.c_int, ct.c_void_p, *[ct.c_uint] * 7, ct.c_void_p, ct.c_void_p, ct.c_void_p)(launch_kernel)
     code = launch(kernel.function, 1, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, stream, given, None)

@@ -26,7 +26,7 @@ from kvprobe.launchqueue.constants import (
 from kvprobe.launchqueue.detector import Saturation
 from kvprobe.launchqueue.evidence import Transfers
 from kvprobe.launchqueue.judge import conclude
-from kvprobe.offload.rungs import Comparison, Costs, Decision, Excess, Rung, Sample, compare
+from kvprobe.offload.rungs import Comparison, Costs, Decision, Decisions, Excess, Rung, Sample, compare
 
 __all__ = ["REST", "Auto"]
 
@@ -75,7 +75,7 @@ class Auto:
         self.active = active
         self.rungs = list(rungs)
         self.rung = self.rungs[0]
-        self.decisions: list[Decision] = []
+        self.decisions = Decisions()
         self.depth, self.baseline_ns, self.slow_ns = depth, baseline_ns, slow_ns
         self._decide, self._now = decide, now
         self._lock = threading.RLock()

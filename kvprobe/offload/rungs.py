@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["Comparison", "Costs", "Decision", "Excess", "Rung", "Sample", "compare"]
+__all__ = ["Comparison", "Costs", "Decision", "Decisions", "Excess", "Rung", "Sample", "compare"]
+
+MOST_DECISIONS = 1000  # that are kept: a server runs for months
 
 
 class Rung(NamedTuple):
@@ -173,6 +176,13 @@ class Costs(dict[tuple[int, int], SizeCost]):
             "submit_ns": round(spent),
             "submit_ns_per_copy": spent / max(copies, 1),
         }
+
+
+class Decisions(deque[Decision]):
+    """The newest decisions, oldest first."""
+
+    def __init__(self) -> None:
+        super().__init__(maxlen=MOST_DECISIONS)
 
 
 @dataclass(slots=True)

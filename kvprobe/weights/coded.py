@@ -88,7 +88,7 @@ def pack(memories: Sequence[Any], versions: Sequence[list[int]], host: HostMemor
             parts = list(pool.map(lambda start, memory=memory: _image_of(memory, start), starts))
             total = sum(len(part) for part in parts)
             shrinks = total <= (1 - LEAST_GAIN) * size and all(len(part) <= min(PART_BYTES, size) for part in parts)
-            found.append(_kept(parts, host.take(total, still), starts, size, seen) if shrinks else None)
+            found.append(_kept(parts, host.take(total, still * total // size), starts, size, seen) if shrinks else None)
             still -= size
     return found
 

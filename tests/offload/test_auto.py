@@ -468,3 +468,12 @@ def test_transfers_too_small_to_judge_are_not_all_asked_for_either():
     one, _, _ = auto()
     feed(one, REST, per_copy=150, copies=2)
     assert asked(one, REST) == 1
+
+
+def test_a_server_that_runs_for_months_keeps_no_more_decisions_than_the_newest():
+    from kvprobe.offload.rungs import MOST_DECISIONS, Decision, Decisions
+
+    kept, rung = Decisions(), Rung("shared", "loop")
+    for at in range(MOST_DECISIONS + 5):
+        kept.append(Decision(at, rung, rung, ""))
+    assert [one.time_ns for one in (kept[0], kept[-1])] == [5, MOST_DECISIONS + 4] and len(kept) == MOST_DECISIONS
