@@ -459,6 +459,16 @@ static void check_idle(kvp_submitter_stats *last, int abandoned) {
     for (int i = 0; i < s->computes; i++) MUST(!s->compute[i].recorded && !s->compute[i].open);
 }
 
+/* Everything ended, and nothing is wrong. */
+static void close_quiet(void) {
+    kvp_submitter_close(submitter, 1);
+    kvp_submitter_stats last;
+    check_idle(&last, 0);
+    explore_end();
+    MUST(!kvp_submitter_destroy_events(submitter));
+    kvp_submitter_free(submitter);
+}
+
 static kvp_submitter_config config_of(const uint64_t *gpu_base, const uint64_t *cpu_base, uint64_t blocks, void **loads,
                                       void **stores) {
     static kvp_method_table methods;
@@ -608,12 +618,7 @@ static void play_many_marks(uint64_t seed) {
         MUST(job[i]->state == KVP_DONE);
         kvp_job_release(job[i]);
     }
-    kvp_submitter_close(submitter, 1);
-    kvp_submitter_stats last;
-    check_idle(&last, 0);
-    explore_end();
-    MUST(!kvp_submitter_destroy_events(submitter));
-    kvp_submitter_free(submitter);
+    close_quiet();
 }
 
 /* A load of one block that nobody waits for on the device. */
@@ -663,12 +668,7 @@ static void play_without_listener(uint64_t seed) {
         if (i == ROOM + 2) take_exactly(3, i);
     }
     take_exactly(ROOM + 3, ROOM + 10);
-    kvp_submitter_close(submitter, 1);
-    kvp_submitter_stats last;
-    check_idle(&last, 0);
-    explore_end();
-    MUST(!kvp_submitter_destroy_events(submitter));
-    kvp_submitter_free(submitter);
+    close_quiet();
 }
 
 static void open_quiet(uint64_t seed) {
@@ -686,15 +686,6 @@ static void open_quiet(uint64_t seed) {
     int why;
     submitter = kvp_submitter_open(&config, &why);
     MUST(submitter && !why);
-}
-
-static void close_quiet(void) {
-    kvp_submitter_close(submitter, 1);
-    kvp_submitter_stats last;
-    check_idle(&last, 0);
-    explore_end();
-    MUST(!kvp_submitter_destroy_events(submitter));
-    kvp_submitter_free(submitter);
 }
 
 /* More requests behind one stream than record an event of their own: the others share one, which the thread records, or
