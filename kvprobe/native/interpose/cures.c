@@ -69,6 +69,7 @@
 #define SMALLEST (128u << 10) /* up to 64 KiB a copy neither waits for its stream nor for its thread */
 #define FIRST_CLASS 17        /* of sizes: log2(SMALLEST) */
 #define LARGE (64u << 20)     /* from here on a copy is made in parts, and each part can go either way */
+#define PART_NS 20000000      /* what a part may wait for a helper: no longer than it takes as it is, at 1.6 GB/s */
 #define LARGE_CLASS 9         /* of LARGE and more */
 #define FRESH_CLASS 10        /* of these, stores into memory whose pages are not there yet */
 #define CLASSES 11
@@ -427,8 +428,8 @@ static int nothing_in_front(kvp_watched *watched, int class, const staging_event
 }
 
 /* One that lost its processor at the end of the copy before may be about for a while. */
-static int helpers_have_left(void) {
-    uint64_t until = kvp_clock() + 200000;
+static int helpers_have_left(uint64_t most_ns) {
+    uint64_t until = kvp_clock() + most_ns;
     while (!kvp_staging_is_free())
         if (kvp_clock() > until)
             return atomic_fetch_add(&cure.beside_another, 1), 0;
@@ -538,7 +539,7 @@ static int in_parts(const large_copy *c) {
     for (size_t at = 0, bytes; at < c->bytes; at += bytes) {
         enum kvp_way way = way_of_part(c, at, asked);
         if (way == KVP_CURED && c->fresh && !asked++) ask_for_huge_pages(c->host + at, c->bytes - at);
-        int rest = c->account->state == KVP_LEFT || (at && !helpers_have_left());
+        int rest = c->account->state == KVP_LEFT || (at && !helpers_have_left(PART_NS));
         if (!kvp_watch.cures || !(bytes = rest ? rest_as_it_is(c, at) : part_of(c, at, way))) return 0;
         staged |= !rest && way == KVP_CURED;
     }
@@ -575,7 +576,7 @@ static int try_copy(kvp_watched *watched, uint64_t dst, uint64_t src, size_t byt
         return 0;
     }
     int made = 0;
-    if (kvp_watch.cures && (!load || nothing_in_front(watched, class, events, stream)) && helpers_have_left()) {
+    if (kvp_watch.cures && (!load || nothing_in_front(watched, class, events, stream)) && helpers_have_left(200000)) {
         if (class >= LARGE_CLASS)
             made = in_parts(&(large_copy){account, events, device, (uint8_t *)(uintptr_t)(load ? src : dst), bytes,
                                           stream, load, to_end, fresh});
