@@ -397,6 +397,22 @@ static any_fn *known_alloc(void) {
     return NULL;
 }
 
+/* What was promised and made, among those that are kept. 0: it could not be, and has gone. */
+static int put_prepared(kvp_kept_buffer *b, void *context) {
+    kvp_prepare_made(b->memory, b->bytes);
+    b->tag = freeing_of(no_free, context);
+    if (!b->tag || !kvp_kept_put_promised(&kept, b)) {
+        kvp_prepare_gone(b->memory);
+        kvp_populated_free(b->memory);
+        return 0;
+    }
+    pthread_mutex_lock(&state.lock);
+    state.made_bytes += b->bytes;
+    state.made_ns += kvp_populated_as_it_is_ns(b->bytes);
+    pthread_mutex_unlock(&state.lock);
+    return 1;
+}
+
 int kvp_recycle_prepare(const struct preparing *what) {
     struct populating_ahead how = {what->threads, what->stop};
     kvp_kept_buffer b = {.bytes = what->bytes, .taken = 0};
@@ -408,22 +424,8 @@ int kvp_recycle_prepare(const struct preparing *what) {
     driver.cuThreadExchangeStreamCaptureMode(&mode);
     if ((b.key = key_of(0, &context)) && kvp_kept_promise(&kept, b.bytes)) {
         made = kvp_populated_ahead(&b.memory, b.bytes, 0, alloc, &how);
-        kvp_kept_returned(&kept, &b);
-        b.taken = b.bytes;
-    }
-    if (made > 0) {
-        kvp_prepare_made(b.memory, b.bytes);
-        b.tag = freeing_of(no_free, context);
-        if (b.tag && kvp_kept_put(&kept, &b)) {
-            pthread_mutex_lock(&state.lock);
-            state.made_bytes += b.bytes;
-            state.made_ns += kvp_populated_as_it_is_ns(b.bytes);
-            pthread_mutex_unlock(&state.lock);
-        } else {
-            kvp_prepare_gone(b.memory);
-            kvp_populated_free(b.memory);
-            made = 0;
-        }
+        if (made > 0 && !put_prepared(&b, context)) made = 0;
+        if (made <= 0) kvp_kept_returned(&kept, &b);
     }
     driver.cuThreadExchangeStreamCaptureMode(&mode);
     driver.cuCtxSetCurrent(NULL);

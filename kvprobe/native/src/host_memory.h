@@ -96,6 +96,8 @@ KVP_INSIDE int kvp_kept_take(kvp_kept *kept, uint64_t bytes, uint64_t key, kvp_k
 KVP_INSIDE void kvp_kept_returned(kvp_kept *kept, const kvp_kept_buffer *buffer);
 /* 1: so many bytes could be kept without letting any go; they count as handed out until they have `returned`. */
 KVP_INSIDE int kvp_kept_promise(kvp_kept *kept, uint64_t bytes);
+/* Keeps what was promised: at no moment is more there than was. 0: it is not kept, the promise still holds. */
+KVP_INSIDE int kvp_kept_put_promised(kvp_kept *kept, const kvp_kept_buffer *buffer);
 /* 1: it was kept, and is the caller's; it counts as handed out until it has `returned`. */
 KVP_INSIDE int kvp_kept_take_this(kvp_kept *kept, const void *memory, kvp_kept_buffer *found);
 /* Lets the oldest go until no more than so many bytes are kept. */

@@ -114,6 +114,16 @@ static int has_room(kvp_kept *kept) {
     return 1;
 }
 
+/* Lock held. */
+static void add(kvp_kept *kept, const kvp_kept_buffer *buffer) {
+    kept->buffers[kept->count++] = *buffer;
+    kept->counts.kept_bytes += buffer->bytes;
+    kept->counts.kept++;
+    kept->unseen_bytes += buffer->bytes;
+    note_most(kept);
+    have_watched(kept);
+}
+
 int kvp_kept_put(kvp_kept *kept, const kvp_kept_buffer *buffer) {
     pthread_mutex_lock(&kept->lock);
     uint64_t excess = kept->counts.excess_bytes;
@@ -124,14 +134,7 @@ int kvp_kept_put(kvp_kept *kept, const kvp_kept_buffer *buffer) {
     /* another thread's may have come in between */
     int fits =
         kept->counts.kept_bytes + kept->counts.excess_bytes <= kept->budget_bytes - buffer->bytes && has_room(kept);
-    if (fits) {
-        kept->buffers[kept->count++] = *buffer;
-        kept->counts.kept_bytes += buffer->bytes;
-        kept->counts.kept++;
-        kept->unseen_bytes += buffer->bytes;
-        note_most(kept);
-        have_watched(kept);
-    }
+    if (fits) add(kept, buffer);
     pthread_mutex_unlock(&kept->lock);
     return fits;
 }
@@ -162,6 +165,17 @@ int kvp_kept_promise(kvp_kept *kept, uint64_t bytes) {
     if (fits) {
         kept->counts.excess_bytes += bytes;
         note_most(kept);
+    }
+    pthread_mutex_unlock(&kept->lock);
+    return fits;
+}
+
+int kvp_kept_put_promised(kvp_kept *kept, const kvp_kept_buffer *buffer) {
+    pthread_mutex_lock(&kept->lock);
+    int fits = has_room(kept);
+    if (fits) {
+        kept->counts.excess_bytes -= buffer->bytes;
+        add(kept, buffer);
     }
     pthread_mutex_unlock(&kept->lock);
     return fits;
