@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvprobe.launchqueue import Slowness, SubmissionRun
 from kvprobe.native.library import DETAIL, SubmitOptions, SubmitResult, core
-from kvprobe.offload.job import DIRECTION
+from kvprobe.offload.job import DIRECTION, Progress
 from kvprobe.probe.nvtx_ranges import listening
 from kvprobe.probe.ring import PAGEABLE, PINNED
 
@@ -65,7 +65,7 @@ class SharedSubmission:
                 code = self._submit(
                     handle, transfer.address, ct.byref(options), RUN, ct.byref(result), ct.byref(outstanding)
                 )
-                if -1000 < code < 0:
+                if code < 0:
                     engine._live.pop(transfer.id, None)
                     engine._native.kvp_job_unused(handle, transfer.address)
                     raise engine._refused(code)
@@ -73,7 +73,7 @@ class SharedSubmission:
                     gap = result.start_ns - run_end_ns if run_end_ns else 0
                     self._judge(transfer, result, outstanding.value, gap, bool(code))
                 run_end_ns = result.end_ns
-                if code:  # all of it, or it failed: the transfer says so
+                if code != Progress.MORE_IS_LEFT:  # where it failed the transfer says so
                     return True
                 if engine.policy != "shared":
                     break

@@ -165,7 +165,20 @@ enum kvp_job_refusal {
     KVP_NO_MEMORY = -3,
     KVP_BROKEN = -4,
     KVP_FORKED = -5,
-    KVP_NO_ROOM = -8 /* a packed pool has too few tails left for a store; `bad`: how many */
+    KVP_SIGNALS = -6, /* the calling thread should look at signals and ask again */
+    KVP_STUCK = -7,   /* nothing outstanding can free a slot for it */
+    KVP_NO_ROOM = -8  /* a packed pool has too few tails left for a store; `bad`: how many */
+};
+
+/* How far kvp_job_inline came with a job. */
+enum kvp_progress { KVP_MORE_IS_LEFT, KVP_ALL_SUBMITTED, KVP_COPY_FAILED /* `error` of the job: CUDA's code */ };
+
+/* Why kvp_job_wait came back. */
+enum kvp_waited {
+    KVP_WOULD_NEVER_END = -2, /* nothing that is outstanding can end it (virtual clock) */
+    KVP_LOOK_AT_SIGNALS = -1, /* it slept 100 ms or was interrupted: the calling thread should look, and ask again */
+    KVP_TIME_RAN_OUT,
+    KVP_HAS_ENDED
 };
 
 enum kvp_request_what {
@@ -220,8 +233,7 @@ KVP_EXPORT void kvp_job_unused(kvp_submitter *s, kvp_job_status *job);
 KVP_EXPORT int kvp_job_push(kvp_submitter *s, kvp_job_status *job);
 /* Submits (more of) the job in the calling thread to the shared stream, one cudaMemcpyAsync a copy, at most `max`
  * copies, until it is all submitted or what `options` says stops it; `outstanding` receives the operations that stood
- * in the stream when the run began. 1: all of it is submitted; 0: more is left; a refusal; or CUDA's code * -1000.
- * Only while kvp_inline_free(): else push. */
+ * in the stream when the run began. An `enum kvp_progress`, or a refusal. Only while kvp_inline_free(): else push. */
 KVP_EXPORT int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_options *options, uint64_t max,
                               kvp_submit_result *result, uint64_t *outstanding);
 /* Whether nothing of a direction waits in the submitter: the shared stream may take the next job. */
@@ -229,13 +241,12 @@ KVP_EXPORT int kvp_inline_free(kvp_submitter *s, int direction);
 /* Gives up what one reference holds; the caller's pointer is dead. */
 KVP_EXPORT void kvp_job_release(kvp_job_status *job);
 
-/* Sleeps until the job has ended (NULL: all jobs have), or timeout_ns has passed (UINT64_MAX: no limit). 1: ended,
- * 0: time ran out (of the submitter's clock), -1: the calling thread should look at signals (slept 100 ms or was
- * interrupted). */
-KVP_EXPORT int kvp_job_wait(kvp_submitter *s, kvp_job_status *job, uint64_t timeout_ns);
+/* Sleeps until the job has ended (NULL: all jobs have), or timeout_ns of the submitter's clock has passed (UINT64_MAX:
+ * no limit). */
+KVP_EXPORT enum kvp_waited kvp_job_wait(kvp_submitter *s, kvp_job_status *job, uint64_t timeout_ns);
 /* Makes later work of `stream` wait for the job: at once where it is submitted; else it goes to the front of what the
  * submitter does, with its waits on the device, and the call returns when it is submitted. 0, a cudaError_t, or a
- * refusal; a job that has ended: 0 and nothing is done. -6: as kvp_job_wait's -1. */
+ * refusal; a job that has ended: 0 and nothing is done. */
 KVP_EXPORT int kvp_job_fence(kvp_submitter *s, kvp_job_status *job, void *stream);
 /* Ids of jobs that ended since the last call, in the order they ended; returns how many. */
 KVP_EXPORT uint64_t kvp_take_ended(kvp_submitter *s, uint64_t *ids, uint64_t max);

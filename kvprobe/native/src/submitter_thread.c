@@ -539,7 +539,7 @@ int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_optio
         if (no) return no;
         code = enter_shared(s, dir, j, &run);
     } else if (!go_on_shared(s, dir, j)) {
-        return 1;
+        return KVP_ALL_SUBMITTED;
     }
     __atomic_store_n(&job->state, KVP_SUBMITTING, __ATOMIC_RELAXED);
     kvp_retire_shared(s, d);
@@ -557,7 +557,7 @@ int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_optio
     bool all = kvp_job_all(j, &j->at) || j->failed;
     mark_run(s, dir, j, &run, r, all);
     wake_sleeper(s, NULL);
-    return code ? -1000 * code : all;
+    return code ? KVP_COPY_FAILED : all ? KVP_ALL_SUBMITTED : KVP_MORE_IS_LEFT;
 }
 
 /* ---- waiting ------------------------------------------------------------------------------------------------------
@@ -576,16 +576,15 @@ static int over(void *arg) {
     return state >= (a->submitted ? KVP_IN_FLIGHT : KVP_DONE);
 }
 
-/* 1: over, 0: time ran out, -1: look at signals, -2: nothing can ever wake it (virtual clock). */
-static int wait_for(struct awaited *a, uint64_t timeout_ns) {
+static enum kvp_waited wait_for(struct awaited *a, uint64_t timeout_ns) {
     kvp_submitter *s = a->s;
     if (!s->threaded) {
         uint64_t now = kvp_now_ns(), until = timeout_ns < UINT64_MAX - now ? now + timeout_ns : UINT64_MAX;
-        if (over(a) || s->config.run_until(over, a, until)) return over(a) ? 1 : -2;
-        return over(a);
+        if (over(a) || s->config.run_until(over, a, until)) return over(a) ? KVP_HAS_ENDED : KVP_WOULD_NEVER_END;
+        return over(a) ? KVP_HAS_ENDED : KVP_TIME_RAN_OUT;
     }
     uint64_t begin = kvp_now_ns();
-    int result = -1;
+    enum kvp_waited result = KVP_LOOK_AT_SIGNALS;
     int late = 0;
     atomic_fetch_add(&s->waiters, 1);
     for (;;) {
@@ -593,12 +592,12 @@ static int wait_for(struct awaited *a, uint64_t timeout_ns) {
         YIELD();
         if (over(a)) {
             kvp_must(s, !late, "a waiter was not woken");
-            result = 1;
+            result = KVP_HAS_ENDED;
             break;
         }
         uint64_t passed = kvp_now_ns() - begin;
         if (passed >= timeout_ns) {
-            result = 0;
+            result = KVP_TIME_RAN_OUT;
             break;
         }
         if (passed >= LOOK_AT_SIGNALS_NS) break;
@@ -609,7 +608,7 @@ static int wait_for(struct awaited *a, uint64_t timeout_ns) {
     return result;
 }
 
-int kvp_job_wait(kvp_submitter *s, kvp_job_status *job, uint64_t timeout_ns) {
+enum kvp_waited kvp_job_wait(kvp_submitter *s, kvp_job_status *job, uint64_t timeout_ns) {
     struct awaited a = {s, job, 0};
     return wait_for(&a, timeout_ns);
 }
@@ -654,8 +653,9 @@ int kvp_job_fence(kvp_submitter *s, kvp_job_status *job, void *stream) {
             atomic_store(&s->hurrying, 1);
             wake_up(s);
         }
-        int is = wait_for(&a, UINT64_MAX);
-        if (is < 0) return is == -1 ? -6 : -7;
+        enum kvp_waited is = wait_for(&a, UINT64_MAX);
+        if (is == KVP_LOOK_AT_SIGNALS) return KVP_SIGNALS;
+        if (is == KVP_WOULD_NEVER_END) return KVP_STUCK;
     }
 }
 

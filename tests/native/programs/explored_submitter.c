@@ -206,9 +206,9 @@ static int hand_over(kvp_job_status *job, int direction) {
         uint64_t outstanding;
         int code, again = (int)explore_below(2);
         do code = kvp_job_inline(submitter, job, &options, 1 + explore_below(3), &result, &outstanding);
-        while (!code && again);
-        MUST(code == 0 || code == 1 || has_failed);
-        if (!code) MUST(!(no = kvp_job_push(submitter, job)) || has_failed);
+        while (code == KVP_MORE_IS_LEFT && again);
+        MUST(code == KVP_MORE_IS_LEFT || code == KVP_ALL_SUBMITTED || has_failed);
+        if (code == KVP_MORE_IS_LEFT) MUST(!(no = kvp_job_push(submitter, job)) || has_failed);
         if (code == KVP_BROKEN) no = code;
     } else {
         MUST(!(no = kvp_job_push(submitter, job)) || has_failed);
@@ -241,14 +241,14 @@ static void check_ended(const kvp_job_status *job) {
 /* A stream goes on behind the job; where something failed it may be in vain. */
 static void fence(kvp_job_status *job, void *stream) {
     int is;
-    while ((is = kvp_job_fence(submitter, job, stream)) == -6) continue;
+    while ((is = kvp_job_fence(submitter, job, stream)) == KVP_SIGNALS) continue;
     MUST(!is || has_failed);
 }
 
 static void wait_for_end(kvp_job_status *job) {
     int is = 0;
     if (explore_below(4) == 0) is = kvp_job_wait(submitter, job, 500);
-    while (is != 1 && (is = kvp_job_wait(submitter, job, UINT64_MAX)) == -1) continue;
+    while (is != KVP_HAS_ENDED && (is = kvp_job_wait(submitter, job, UINT64_MAX)) == KVP_LOOK_AT_SIGNALS) continue;
     MUST(is == 1 && (job->state == KVP_DONE || (job->state == KVP_FAILED && has_failed)));
     check_ended(job);
 }

@@ -31,15 +31,15 @@ static int submit(kvp_job_status *job, int direction, unsigned in_place) {
         kvp_submit_result result;
         uint64_t outstanding;
         do code = kvp_job_inline(submitter, job, &options, 5, &result, &outstanding);
-        while (!code && in_place % 3);
+        while (code == KVP_MORE_IS_LEFT && in_place % 3);
         in_place_runs++;
-        if (code) goto out; /* all of it, a refusal or a failure; else the rest is handed over */
+        if (code != KVP_MORE_IS_LEFT) goto out; /* else the rest is handed over */
     }
     code = kvp_job_push(submitter, job);
 out:
     pthread_mutex_unlock(lock);
-    if (code < 0 && code > -1000) kvp_job_unused(submitter, job); /* refused: nothing has it */
-    return code < 0 && code > -1000 ? code : 0;
+    if (code < 0) kvp_job_unused(submitter, job); /* refused: nothing has it */
+    return code < 0 ? code : 0;
 }
 
 static kvp_job_status *request(int direction, int64_t gpu_first, int64_t cpu_first, cudaStream_t after, unsigned how) {
@@ -92,7 +92,7 @@ static kvp_job_status *request(int direction, int64_t gpu_first, int64_t cpu_fir
 static int ends(kvp_job_status *job, unsigned how) {
     int is = 0;
     if (how % 3 == 0) kvp_job_wait(submitter, job, 1000); /* given up, as a rule */
-    while ((is = kvp_job_wait(submitter, job, UINT64_MAX)) == -1) continue;
+    while ((is = kvp_job_wait(submitter, job, UINT64_MAX)) == KVP_LOOK_AT_SIGNALS) continue;
     CHECK(is == 1);
     int done = __atomic_load_n(&job->state, __ATOMIC_ACQUIRE) == KVP_DONE;
     CHECK(done || !drains());
@@ -103,7 +103,7 @@ static int ends(kvp_job_status *job, unsigned how) {
 
 static int fence(kvp_job_status *job, cudaStream_t stream) {
     int is;
-    while ((is = kvp_job_fence(submitter, job, stream)) == -6) continue;
+    while ((is = kvp_job_fence(submitter, job, stream)) == KVP_SIGNALS) continue;
     CHECK(!is || !drains());
     return is;
 }
