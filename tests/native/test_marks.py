@@ -72,14 +72,17 @@ d.sync(d.compute)
 def test_copies_behind_a_host_function_begin_when_that_is_over(libraries: Path, tmp_path: Path) -> None:
     """What stands still while a function of the host runs is no copy."""
     body = """
-import ctypes as ct
+import ctypes as ct, time
 d.launch(1_000)
 d.sync(d.compute)
-sleep = ct.cast(ct.CDLL(None).usleep, ct.c_void_p)
+libc, semaphore = ct.CDLL(None), ct.create_string_buffer(64)
+libc.sem_init(semaphore, 0, 0)
 d.lib.cudaLaunchHostFunc.argtypes = [ct.c_void_p] * 3
-d.check(d.lib.cudaLaunchHostFunc(d.copies[0], sleep, 20_000))
+d.check(d.lib.cudaLaunchHostFunc(d.copies[0], ct.cast(libc.sem_wait, ct.c_void_p), ct.addressof(semaphore)))
 for i in range(50):
     d.load(i, 100_000, d.copies[0])
+time.sleep(0.02)  # after all of them were submitted, however long that took
+libc.sem_post(semaphore)
 d.synchronize()
 """
     spans = recorded(libraries, tmp_path, body, KVHOST_CLOCK="real").spans

@@ -35,6 +35,7 @@
 #define FIRST_NS 1e12 /* the first mark that is read, on the device's clock: another stream's may be older */
 #define READ_TICKS 4  /* each question takes locks that the program's submissions want */
 #define RELAXED 2
+#define HELPER_TRIES 10000 /* of 0.1 ms, that an exit waits for the helper to leave */
 
 _Atomic int kvp_mark_synchronous;
 
@@ -438,7 +439,9 @@ void kvp_marks_stop(void) {
     kvp_thread.inside = IN_KVPROBE;
     kvp_mark_pause(REASON_END);
     atomic_store(&stopping, 1);
-    for (int tries = 0; atomic_load(&running) && tries < 200; tries++) nanosleep(&(struct timespec){0, 100000}, NULL);
+    /* a helper that has lost its processor holds what is to be read: without it nothing at all would be told */
+    for (int tries = 0; atomic_load(&running) && tries < HELPER_TRIES; tries++)
+        nanosleep(&(struct timespec){0, 100000}, NULL);
     for (int tries = 0; tries < 20 && (tries < 2 || outstanding()); tries++) {
         kvp_mark_step(0);
         if (!kvp_mark_synchronous) nanosleep(&(struct timespec){0, 200000}, NULL);
