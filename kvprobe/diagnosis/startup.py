@@ -116,8 +116,9 @@ def startup(recording: Recording, window: ServingWindow) -> Startup:
 
 def _loads(recording: Recording) -> Array:
     """Mask over calls: single copies to the device."""
-    copies: Array = is_kind(recording.calls["kind"], (CallKind.COPY, CallKind.COPY_SYNC))
-    return copies & (recording.calls["direction"] == Direction.H2D)
+    mask: Array = is_kind(recording.calls["kind"], (CallKind.COPY, CallKind.COPY_SYNC))
+    mask &= recording.calls["direction"] == Direction.H2D
+    return mask
 
 
 def _first_calls(recording: Recording, rows: Array) -> set[int]:

@@ -23,7 +23,7 @@ from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Direction, Eng
 __all__ = ["ServingWindow", "parse_time", "recorded_span", "serving_window", "setting_up"]
 
 WARM = 32  # submissions of a process that set-up may precede, however few there are: checks, a first step
-FEW = 0.10  # of a process's submissions: more than that before a call, and the process was serving already
+FEW = 0.10  # of a process's submissions: more than that before a call, and it was serving already; of its time likewise
 GOES_ON = 0.10  # of the rate before: where set-up calls go on at more than that, they are part of the work
 LEAST_NS = 20_000  # a call that sets up and takes less is no matter
 _LOADS = (
@@ -240,8 +240,8 @@ def _set_up(calls: Table, rows: Array, submits: Array, last: int) -> int:
 def _loaded(recording: Recording, submits: Array, last: int) -> dict[int, int]:
     """Where the loads before a process's first kernel had ended, by its row; of processes that load so at start alone.
 
-    That is: few of its submissions are among them, and copies to the device do not go on as they did. `submits`: mask
-    over calls.
+    That is: few of its submissions are among them, they took little of its time, and copies to the device do not go on
+    as they did. Else what the recording shows is loading, for whatever reason. `submits`: mask over calls.
     """
     calls, table = recording.calls, recording.executions
     loads = (table["engine"] == Engine.COPY) & (table["direction"] == Direction.H2D)
@@ -258,7 +258,7 @@ def _loaded(recording: Recording, submits: Array, last: int) -> dict[int, int]:
             continue
         begun, until = int(table["start_ns"][before].min()), int(table["end_ns"][before].max())
         made = calls["start_ns"][submits & (calls["process"] == process)]
-        if int((made < until).sum()) > FEW * len(made):
+        if int((made < until).sum()) > FEW * len(made) or until - begun > FEW * (last - begun):
             continue
         took = int((table["end_ns"][before] - table["start_ns"][before]).sum())
         rest = int((table["end_ns"][rows] - table["start_ns"][rows]).sum()) - took
