@@ -17,15 +17,25 @@ __all__ = ["PAUSE_NS", "ThreadTimeline", "Threads"]
 # takes some milliseconds.
 PAUSE_NS = 50_000_000
 SHORT_PAUSE_NS = 10_000_000  # the same of a thread that is paused for most of the time that it makes no call
+# Between a step's results and the next submission a thread does the same each time. A pause that takes so many times as
+# long as most of those is for something else: it waits for a request, or prepares one.
+UNUSUAL, TURNS = 10, 8
 _STARVED = 0.1  # of a span that the kernel counted: less waiting for a CPU is how every thread runs
 
 
 @dataclass(frozen=True)
 class ThreadTimeline:
-    """A thread's time: (pieces + 1,) edges in ns, ascending, and the Line of each piece, (pieces,) uint8."""
+    """A thread's time in pieces.
+
+    Attributes:
+        edges: (pieces + 1,) ns, ascending.
+        line: the Line of each piece, (pieces,) uint8.
+        open: pieces outside of calls of which nothing shows whether it had been asked for anything, (pieces,) bool.
+    """
 
     edges: Array
     line: Array
+    open: Array
 
 
 class Threads:
@@ -62,13 +72,20 @@ class Threads:
         line[1::2] = inside
         gap = line.copy()
         gap[1::2] = 0
-        long = _pauses(np.diff(edges), gap > 0)
+        long, unusual = _pauses(np.diff(edges), gap > 0), _unusual(np.diff(edges), line)
+        unasked = np.zeros(len(line), dtype=bool)
         if len(rows):
-            long = long[~self._seen_at_work(rows[0], edges[long], edges[long + 1])]
-            long = long[~self._fed(caller, edges[long], edges[long + 1])]
+            long, unusual = (self._silent(caller, rows[0], edges, some) for some in (long, unusual))
+            unasked[unusual] = True
+            unasked[long] = False
             line[long] = Line.NOTHING_TO_DO
-            return self._without_cpu(rows[0], ThreadTimeline(edges, line), gap > 0)
-        return ThreadTimeline(edges, line)
+            return self._without_cpu(rows[0], ThreadTimeline(edges, line, unasked), gap > 0)
+        return ThreadTimeline(edges, line, unasked)
+
+    def _silent(self, caller: int, row: int, edges: Array, pieces: Array) -> Array:
+        """Of these pauses those in which nothing is seen of the thread, nor of another that works for it."""
+        pieces = pieces[~self._seen_at_work(row, edges[pieces], edges[pieces + 1])]
+        return np.asarray(pieces[~self._fed(caller, edges[pieces], edges[pieces + 1])])
 
     def _with_tiers(self, row: int, start: Array, stop: Array, lines: Array) -> tuple[Array, Array, Array]:
         """Calls and their lines, with the thread's reads and writes of a tier between them."""
@@ -130,7 +147,24 @@ class Threads:
         inside = (at >= 0) & (begins[pieces] < end[order][np.maximum(at, 0)])
         pieces, part = pieces[inside], share[order][at[inside]]
         cut = ends[pieces] - ((ends[pieces] - begins[pieces]) * part).astype(np.int64)
-        return ThreadTimeline(np.insert(edges, pieces + 1, cut), np.insert(line, pieces + 1, Line.NO_CPU))
+        return ThreadTimeline(
+            np.insert(edges, pieces + 1, cut),
+            np.insert(line, pieces + 1, Line.NO_CPU),
+            np.insert(timeline.open, pieces + 1, False),
+        )
+
+
+def _unusual(ns: Array, line: Array) -> Array:
+    """Pieces outside of calls that take far longer than what the thread does after most of its waits for the device.
+
+    Of pieces as `_make` has them: one outside of calls, one inside, and so on.
+    """
+    waits = 2 * np.flatnonzero((line[1::2] == Line.WAITING_FOR_DEVICE) & (ns[1::2] > 0)) + 1  # inside the window
+    turns = ns[waits[waits < len(ns) - 2] + 1]  # behind the last call nothing followed
+    if len(turns) < TURNS:
+        return np.zeros(0, dtype=np.int64)
+    least = max(SHORT_PAUSE_NS, UNUSUAL * int(np.median(turns)))
+    return 2 * np.flatnonzero(ns[::2] >= least)
 
 
 def _pauses(idle: Array, outside: Array) -> Array:
