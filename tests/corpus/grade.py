@@ -71,7 +71,7 @@ def unpack(path: Path, into: Path) -> Path:
 
 
 def link_fell(recording: Recording) -> bool:
-    """Whether large pinned copies of one size and direction, each alone on the link, ran at 0.7 of their best for 10 ms."""
+    """Whether large pinned copies of one size and direction, alone on the link, ran at 0.7 of their best for 10 ms."""
     table = recording.executions
     pinned = (table["engine"] == Engine.COPY) & (table["memory"] != Memory.PAGEABLE)
     copies = np.flatnonzero(pinned & (table["direction"] != Direction.D2D))
