@@ -240,8 +240,8 @@ def _set_up(calls: Table, rows: Array, submits: Array, last: int) -> int:
 def _loaded(recording: Recording, submits: Array, last: int) -> dict[int, int]:
     """Where the loads before a process's first kernel had ended, by its row; of processes that load so at start alone.
 
-    That is: few of its submissions are among them, they took little of its time, and copies to the device do not go on
-    as they did. Else what the recording shows is loading, for whatever reason. `submits`: mask over calls.
+    That is: few of its submissions are among them, they took little of its time, and all later loads take far less.
+    Else what the recording shows is loading, for whatever reason. `submits`: mask over calls.
     """
     calls, table = recording.calls, recording.executions
     loads = (table["engine"] == Engine.COPY) & (table["direction"] == Direction.H2D)
@@ -262,7 +262,7 @@ def _loaded(recording: Recording, submits: Array, last: int) -> dict[int, int]:
             continue
         took = int((table["end_ns"][before] - table["start_ns"][before]).sum())
         rest = int((table["end_ns"][rows] - table["start_ns"][rows]).sum()) - took
-        if rest * max(first - begun, 1) <= GOES_ON * took * max(last - first, 1):
+        if rest <= GOES_ON * took:  # not their rate: the first of a load a step comes at once, too
             out[process] = until
     return out
 

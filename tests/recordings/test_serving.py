@@ -120,7 +120,7 @@ def test_what_is_loaded_once_before_the_first_kernel_is_start_up():
 @pytest.mark.parametrize(
     "r",
     [
-        loaded_first(16, again=[(20 + 4 * i) * MS for i in range(240)]),  # goes on
+        loaded_first(16, again=[100 * i * MS for i in range(1, 10)]),  # goes on
         loaded_first(200),  # a fifth of what was recorded
         loaded_first(16, kernels=100),  # as many loads as a tenth of all submissions and more
     ],
