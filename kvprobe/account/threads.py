@@ -11,7 +11,7 @@ from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.model import Array, RangeStyle
 
-__all__ = ["PAUSE_NS", "ThreadTimeline", "Threads"]
+__all__ = ["FROM_OUTSIDE", "PAUSE_NS", "ThreadTimeline", "Threads", "runs_python"]
 
 # A thread that makes no call for so long, and of which nothing else is seen, was asked for nothing: to prepare a step
 # takes some milliseconds.
@@ -20,6 +20,9 @@ SHORT_PAUSE_NS = 10_000_000  # the same of a thread that is paused for most of t
 # Between a step's results and the next submission a thread does the same each time. A pause that takes so many times as
 # long as most of those is for something else: it waits for a request, or prepares one.
 UNUSUAL, TURNS = 10, 8
+# Where a thread waits for somebody else to send it something: a request, as far as a GPU is concerned.
+_LISTENS = "recv recvfrom recvmsg recvmmsg accept accept4 poll ppoll select pselect"
+FROM_OUTSIDE = frozenset([*_LISTENS.split(), "epoll_wait", "epoll_pwait", "epoll_pwait2"])
 _STARVED = 0.1  # of a span that the kernel counted: less waiting for a CPU is how every thread runs
 
 
@@ -64,7 +67,7 @@ class Threads:
         stop = np.maximum(np.clip(joined.end[rows], self.begin, self.end), start)
         inside = self._lines[rows]
         if len(rows):
-            start, stop, inside = self._with_tiers(rows[0], start, stop, inside)
+            start, stop, inside = self._with_others(rows[0], start, stop, inside)
         edges = np.empty(2 * len(start) + 2, dtype=np.int64)
         edges[0], edges[-1] = self.begin, self.end
         edges[1:-1:2], edges[2:-1:2] = start, stop
@@ -76,7 +79,7 @@ class Threads:
         unasked = np.zeros(len(line), dtype=bool)
         if len(rows):
             long, unusual = (self._silent(caller, rows[0], edges, some) for some in (long, unusual))
-            unasked[unusual] = True
+            unasked[unusual[self._may_sleep(rows[0], edges[unusual], edges[unusual + 1])]] = True
             unasked[long] = False
             line[long] = Line.NOTHING_TO_DO
             return self._without_cpu(rows[0], ThreadTimeline(edges, line, unasked), gap > 0)
@@ -87,26 +90,50 @@ class Threads:
         pieces = pieces[~self._seen_at_work(row, edges[pieces], edges[pieces + 1])]
         return np.asarray(pieces[~self._fed(caller, edges[pieces], edges[pieces + 1])])
 
-    def _with_tiers(self, row: int, start: Array, stop: Array, lines: Array) -> tuple[Array, Array, Array]:
-        """Calls and their lines, with the thread's reads and writes of a tier between them."""
-        joined = self.joined
-        if not joined.recording.tier_operations.rows:
+    def _with_others(self, row: int, start: Array, stop: Array, lines: Array) -> tuple[Array, Array, Array]:
+        """Calls and their lines, with what else is known of their thread between them: what it read, and waited for."""
+        begin, end, line = (np.concatenate(both) for both in zip(self._tiers(row), self._listened(row), strict=True))
+        if not len(begin):
             return start, stop, lines
-        begin, end = joined.tier_times(int(joined.process[row]), int(joined.thread[row]))
         begin, end = np.clip(begin, self.begin, self.end), np.clip(end, self.begin, self.end)
         start, stop = np.concatenate((start, begin)), np.concatenate((stop, end))
-        lines = np.concatenate((lines, np.full(len(begin), Line.TIER, dtype=np.uint8)))
+        lines = np.concatenate((lines, line.astype(np.uint8)))
         order = np.argsort(start, kind="stable")
         start, stop, lines = start[order], stop[order], lines[order]
         reach = np.maximum.accumulate(np.append(self.begin, stop[:-1]))
         return np.maximum(start, reach), np.maximum(stop, np.maximum(start, reach)), lines
+
+    def _tiers(self, row: int) -> tuple[Array, Array, Array]:
+        """Where the thread of a call read or wrote below CPU memory: begins, ends, lines."""
+        joined, none = self.joined, np.zeros(0, dtype=np.int64)
+        if not joined.recording.tier_operations.rows:
+            return none, none, none
+        begin, end = joined.tier_times(int(joined.process[row]), int(joined.thread[row]))
+        return begin, end, np.full(len(begin), Line.TIER)
+
+    def _listened(self, row: int) -> tuple[Array, Array, Array]:
+        """Where it waited for what others send, likewise."""
+        slept, joined = self.joined.recording.os_calls, self.joined
+        mine = (slept["process"] == joined.process[row]) & (slept["thread"] == joined.thread[row])
+        names = [i for i, name in enumerate(joined.recording.names) if name in FROM_OUTSIDE] if mine.any() else []
+        rows = np.flatnonzero(mine & np.isin(slept["name"], np.array(names, dtype=np.int32)))
+        return slept["start_ns"][rows], slept["end_ns"][rows], np.full(len(rows), Line.NOTHING_TO_DO)
 
     def _outside(self, caller: int, rows: Array) -> Line:
         """Where a thread is that is in no call."""
         if not len(rows):
             return Line.ELSEWHERE
         process, thread = int(self.joined.process[rows[0]]), int(self.joined.thread[rows[0]])
-        return Line.PYTHON if _runs_python(self.joined, process, thread) else Line.ELSEWHERE
+        return Line.PYTHON if runs_python(self.joined, process, thread) else Line.ELSEWHERE
+
+    def _may_sleep(self, row: int, start: Array, end: Array) -> Array:
+        """Mask over pauses: the thread slept for most of it, or the recording does not say when it sleeps."""
+        slept, joined = self.joined.recording.os_calls, self.joined
+        if not (slept["process"] == joined.process[row]).any():
+            return np.ones(len(start), dtype=bool)
+        mine = (slept["process"] == joined.process[row]) & (slept["thread"] == joined.thread[row])
+        asleep = Cover(slept["start_ns"][mine], slept["end_ns"][mine])
+        return np.asarray(2 * asleep.within(start, end) > end - start)
 
     def _seen_at_work(self, row: int, start: Array, end: Array) -> Array:
         """Mask over pauses: ranges of the thread begin or end in them: it works."""
@@ -178,7 +205,7 @@ def _pauses(idle: Array, outside: Array) -> Array:
     return np.flatnonzero(idle >= least)
 
 
-def _runs_python(joined: Joined, process: int, thread: int) -> bool:
+def runs_python(joined: Joined, process: int, thread: int) -> bool:
     """Whether a recording shows that a thread runs Python: its process, its own name, its operators, its stacks."""
     recording = joined.recording
     words: list[int] = []

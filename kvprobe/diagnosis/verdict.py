@@ -40,7 +40,7 @@ _COPIES = (
     "with ProfilerActivity.CUDA"
 )
 _DEVICE = "record with device activity: `kvprobe run --nsys`, `nsys profile -t cuda`, or torch.profiler with CUDA"
-_REQUESTS = "mark what the thread does with NVTX ranges, or record with `kvprobe run`"
+_REQUESTS = "record where threads sleep: `kvprobe run --nsys`, or `nsys profile -t cuda,nvtx,osrt`"
 _LAUNCHES = "keep each launch and event: `kvprobe run --detail launches`"
 _DETAIL = "keep more calls: `kvprobe run --max-size`, or a shorter run"
 

@@ -34,7 +34,10 @@ DID = {
     Line.TIER: "read or wrote below CPU memory",
     Line.ELSEWHERE: "was outside of CUDA calls that submit",
 }
-SHOWN_BY = "Mark what the thread does with NVTX ranges, or record with `kvprobe run`"
+SHOWN_BY = (
+    "Record with `kvprobe run --nsys` or `nsys profile -t cuda,nvtx,osrt`, which show where the thread sleeps, or mark "
+    "what it does with NVTX ranges"
+)
 CURES: dict[Line, Change] = {
     Line.FULL_QUEUE: Change("Submit less at once, or through several streams", "setting"),
     Line.WAITING_FOR_DEVICE: Change(

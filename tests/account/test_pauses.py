@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvprobe.account import HOST, Unknown
+from kvprobe.account import HOST, Line, Unknown
 from kvprobe.diagnosis import Examination, examine
 from kvprobe.diagnosis.verdict import of_recording
 from kvprobe.recordings.model import CallKind, Engine, RangeStyle, Recording, Source, Table
@@ -108,6 +108,46 @@ def test_a_pause_in_which_the_thread_marks_what_it_does_is_work():
     found = examine(recording)
     assert found.account.gpus[0].open_ns == 0
     assert "gpu_starved" in {one.cause for one in found if not one.abstains}
+
+
+def slept(recording: Recording, name: str, start: np.ndarray, end: np.ndarray) -> None:
+    """The thread was in this function of the operating system, as its recorder says."""
+    zero = np.zeros(len(start), int)
+    recording.names.append(name)
+    called = {"start_ns": start, "end_ns": end, "process": zero, "thread": zero + 7}
+    recording.tables["os_calls"] = Table("os_calls", called | {"name": zero + len(recording.names) - 1})
+
+
+@pytest.mark.parametrize(("name", "state"), [("recv", "healthy"), ("epoll_wait", "healthy"), ("fsync", "undecided")])
+def test_a_thread_that_waits_for_what_others_send_was_asked_for_nothing(name, state):
+    recording = served([0, *[40 * MS] * 15], 10)
+    start = recording.calls["end_ns"][19:-1:20] + 30_000
+    slept(recording, name, start, start + 40 * MS - 20_000)
+    found = examine(recording)
+    (gpu,) = found.account.gpus
+    assert gpu.ns(Line.NOTHING_TO_DO) == pytest.approx(600 * MS if state == "healthy" else 0, rel=0.01)
+    assert of_recording(recording, found).state == state
+
+
+def test_a_thread_that_was_in_no_function_of_the_operating_system_worked():
+    recording = served([0, *[40 * MS] * 15], 10)
+    start = recording.calls["start_ns"][1:2]
+    slept(recording, "poll", start, start + MS)  # of a call: the recorder tells when the thread sleeps
+    found = examine(recording)
+    assert found.account.gpus[0].open_ns == 0
+    assert {one.cause for one in found if not one.abstains} == {"gpu_starved"}
+
+
+@pytest.mark.parametrize("process", ["python3", "server"])
+def test_waits_of_some_milliseconds_are_the_interpreter_s_where_the_thread_was_in_its_wait_for_the_lock(process):
+    recording = served([4 * MS] * 100, 1)
+    recording.names.append(process)
+    recording.tables["processes"] = Table("processes", {"pid": [1], "name": [len(recording.names) - 1]})
+    start = recording.calls["end_ns"][1::2] + 50_000
+    slept(recording, "pthread_cond_timedwait", start, start + 3_900_000)
+    found = examine(recording)
+    named = {one.cause for one in found if not one.abstains}
+    assert named == ({"python_or_gil_bound"} if process == "python3" else {"gpu_starved"})
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
