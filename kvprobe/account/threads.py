@@ -117,6 +117,7 @@ class Threads:
         mine = (slept["process"] == joined.process[row]) & (slept["thread"] == joined.thread[row])
         names = [i for i, name in enumerate(joined.recording.names) if name in FROM_OUTSIDE] if mine.any() else []
         rows = np.flatnonzero(mine & np.isin(slept["name"], np.array(names, dtype=np.int32)))
+        rows = rows[~self._others_work(row, slept["start_ns"][rows], slept["end_ns"][rows])]
         return slept["start_ns"][rows], slept["end_ns"][rows], np.full(len(rows), Line.NOTHING_TO_DO)
 
     def _outside(self, caller: int, rows: Array) -> Line:
@@ -125,6 +126,19 @@ class Threads:
             return Line.ELSEWHERE
         process, thread = int(self.joined.process[rows[0]]), int(self.joined.thread[rows[0]])
         return Line.PYTHON if runs_python(self.joined, process, thread) else Line.ELSEWHERE
+
+    def _others_work(self, row: int, start: Array, end: Array) -> Array:
+        """Mask over waits: for most of them another thread of the process, that sleeps before and after, did not.
+
+        What it makes may be what the thread of this call waits for. Whether one sleeps on until the end is not known.
+        """
+        slept, joined = self.joined.recording.os_calls, self.joined
+        rows = np.flatnonzero(slept["process"] == joined.process[row])
+        rows = rows[slept["thread"][rows] != joined.thread[row]]
+        rows = rows[np.lexsort((slept["start_ns"][rows], slept["thread"][rows]))]
+        same = slept["thread"][rows][1:] == slept["thread"][rows][:-1]
+        awake = Cover(slept["end_ns"][rows][:-1][same], slept["start_ns"][rows][1:][same])
+        return np.asarray(2 * awake.within(start, end) > end - start)
 
     def _may_sleep(self, row: int, start: Array, end: Array) -> Array:
         """Mask over pauses: the thread slept for most of it, or the recording does not say when it sleeps."""

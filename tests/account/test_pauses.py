@@ -129,6 +129,20 @@ def test_a_thread_that_waits_for_what_others_send_was_asked_for_nothing(name, st
     assert of_recording(recording, found).state == state
 
 
+@pytest.mark.parametrize(("sleeps_for", "state"), [(0.2, "undecided"), (0.9, "healthy")])
+def test_who_waits_for_another_thread_of_its_process_was_asked_for_something(sleeps_for, state):
+    recording = served([0, *[40 * MS] * 15], 10)
+    start = recording.calls["end_ns"][19:-1:20] + 30_000
+    slept(recording, "epoll_wait", start, start + 40 * MS - 20_000)
+    loop = recording.os_calls
+    both = {name: np.concatenate((loop[name], loop[name])) for name in ("start_ns", "process", "name")}
+    ends = np.concatenate((loop["end_ns"], start + int(sleeps_for * 40 * MS)))
+    threads = np.concatenate((loop["thread"], loop["thread"] + 1))
+    recording.tables["os_calls"] = Table("os_calls", both | {"end_ns": ends, "thread": threads})
+    found = examine(recording)
+    assert of_recording(recording, found).state == state
+
+
 def test_a_thread_that_was_in_no_function_of_the_operating_system_worked():
     recording = served([0, *[40 * MS] * 15], 10)
     start = recording.calls["start_ns"][1:2]
