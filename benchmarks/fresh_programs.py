@@ -128,7 +128,7 @@ def judge(path: Path, program: str, form: str, scratch: Path) -> dict[str, Any]:
     verdict = of_recording(recording, found).to_json()
     account = found.account.to_json()
     findings = [one.to_json() for one in found]
-    graded = grade(program, form, said["lost_ns"], found)
+    graded = grade(program, form, said["lost_ns"], found, recording)
     out: dict[str, Any] = {
         "program": program,
         "format": form,

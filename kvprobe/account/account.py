@@ -83,8 +83,13 @@ class GpuAccount:
 
     @property
     def asked_ns(self) -> int:
-        """The window without the time in which nobody asked for anything."""
-        return self.window_ns - self.ns(Line.NOTHING_TO_DO)
+        """The window without the time in which nobody asked for anything, or nothing shows whether anybody did."""
+        return self.window_ns - self.ns(Line.NOTHING_TO_DO) - self.open_ns
+
+    @property
+    def open_ns(self) -> int:
+        """Pauses of which nothing shows whether anybody had asked for anything."""
+        return self.unknown_ns().get(Unknown.BETWEEN_REQUESTS, 0)
 
     @property
     def waiting_share(self) -> float:

@@ -133,9 +133,12 @@ def _of_idleness(gpu: Activity, threads: Threads, edges: Array, what: Array) -> 
     for one in np.unique(caller[~nobody]).tolist():
         mine = (caller == one) & (host > start)
         timeline = threads.of(one)
-        piece, stop, line, of = overlay(start[mine], host[mine], timeline.edges, timeline.line)
+        piece, stop, part, of = overlay(start[mine], host[mine], timeline.edges, np.arange(len(timeline.line)))
+        line, between = timeline.line[part], timeline.open[part] & ~at_edge[mine][of]
         unasked = at_edge[mine][of] & np.isin(line, np.array((Line.PYTHON, Line.ELSEWHERE), dtype=np.uint8))
-        parts.append(_by(piece, stop, np.where(unasked, Line.NOTHING_TO_DO, line), np.full(len(piece), one)))
+        line, known = np.where(unasked, Line.NOTHING_TO_DO, line), ~between
+        parts.append(_by(piece[known], stop[known], line[known], np.full(int(known.sum()), one)))
+        parts.append(_same(piece[between], stop[between], Line.NOT_KNOWN, Unknown.BETWEEN_REQUESTS))
     return tuple(np.concatenate(column) for column in zip(*parts, strict=True))
 
 

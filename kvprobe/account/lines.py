@@ -89,6 +89,7 @@ class Unknown(IntEnum):
     NOT_COVERED = 3
     RECORDER = 4
     GRAPH = 5
+    BETWEEN_REQUESTS = 6
 
     @property
     def key(self) -> str:
@@ -105,6 +106,7 @@ class Unknown(IntEnum):
             Unknown.NOT_COVERED: "the device was not looked at all the time",
             Unknown.RECORDER: "the recorder was at work itself",
             Unknown.GRAPH: "a CUDA graph was recorded as one piece",
+            Unknown.BETWEEN_REQUESTS: "nothing shows whether its thread waited for a request or prepared one",
         }[self]
 
 

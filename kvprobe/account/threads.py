@@ -11,21 +11,34 @@ from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.model import Array, RangeStyle
 
-__all__ = ["PAUSE_NS", "ThreadTimeline", "Threads"]
+__all__ = ["FROM_OUTSIDE", "PAUSE_NS", "ThreadTimeline", "Threads", "runs_python"]
 
 # A thread that makes no call for so long, and of which nothing else is seen, was asked for nothing: to prepare a step
 # takes some milliseconds.
 PAUSE_NS = 50_000_000
 SHORT_PAUSE_NS = 10_000_000  # the same of a thread that is paused for most of the time that it makes no call
+# Between a step's results and the next submission a thread does the same each time. A pause that takes so many times as
+# long as most of those is for something else: it waits for a request, or prepares one.
+UNUSUAL, TURNS = 10, 8
+# Where a thread waits for somebody else to send it something: a request, as far as a GPU is concerned.
+_LISTENS = "recv recvfrom recvmsg recvmmsg accept accept4 poll ppoll select pselect"
+FROM_OUTSIDE = frozenset([*_LISTENS.split(), "epoll_wait", "epoll_pwait", "epoll_pwait2"])
 _STARVED = 0.1  # of a span that the kernel counted: less waiting for a CPU is how every thread runs
 
 
 @dataclass(frozen=True)
 class ThreadTimeline:
-    """A thread's time: (pieces + 1,) edges in ns, ascending, and the Line of each piece, (pieces,) uint8."""
+    """A thread's time in pieces.
+
+    Attributes:
+        edges: (pieces + 1,) ns, ascending.
+        line: the Line of each piece, (pieces,) uint8.
+        open: pieces outside of calls of which nothing shows whether it had been asked for anything, (pieces,) bool.
+    """
 
     edges: Array
     line: Array
+    open: Array
 
 
 class Threads:
@@ -54,7 +67,7 @@ class Threads:
         stop = np.maximum(np.clip(joined.end[rows], self.begin, self.end), start)
         inside = self._lines[rows]
         if len(rows):
-            start, stop, inside = self._with_tiers(rows[0], start, stop, inside)
+            start, stop, inside = self._with_others(rows[0], start, stop, inside)
         edges = np.empty(2 * len(start) + 2, dtype=np.int64)
         edges[0], edges[-1] = self.begin, self.end
         edges[1:-1:2], edges[2:-1:2] = start, stop
@@ -62,34 +75,79 @@ class Threads:
         line[1::2] = inside
         gap = line.copy()
         gap[1::2] = 0
-        long = _pauses(np.diff(edges), gap > 0)
+        long, unusual = _pauses(np.diff(edges), gap > 0), _unusual(np.diff(edges), line)
+        unasked = np.zeros(len(line), dtype=bool)
         if len(rows):
-            long = long[~self._seen_at_work(rows[0], edges[long], edges[long + 1])]
-            long = long[~self._fed(caller, edges[long], edges[long + 1])]
+            long, unusual = (self._silent(caller, rows[0], edges, some) for some in (long, unusual))
+            unasked[unusual[self._may_sleep(rows[0], edges[unusual], edges[unusual + 1])]] = True
+            unasked[long] = False
             line[long] = Line.NOTHING_TO_DO
-            return self._without_cpu(rows[0], ThreadTimeline(edges, line), gap > 0)
-        return ThreadTimeline(edges, line)
+            return self._without_cpu(rows[0], ThreadTimeline(edges, line, unasked), gap > 0)
+        return ThreadTimeline(edges, line, unasked)
 
-    def _with_tiers(self, row: int, start: Array, stop: Array, lines: Array) -> tuple[Array, Array, Array]:
-        """Calls and their lines, with the thread's reads and writes of a tier between them."""
-        joined = self.joined
-        if not joined.recording.tier_operations.rows:
+    def _silent(self, caller: int, row: int, edges: Array, pieces: Array) -> Array:
+        """Of these pauses those in which nothing is seen of the thread, nor of another that works for it."""
+        pieces = pieces[~self._seen_at_work(row, edges[pieces], edges[pieces + 1])]
+        return np.asarray(pieces[~self._fed(caller, edges[pieces], edges[pieces + 1])])
+
+    def _with_others(self, row: int, start: Array, stop: Array, lines: Array) -> tuple[Array, Array, Array]:
+        """Calls and their lines, with what else is known of their thread between them: what it read, and waited for."""
+        begin, end, line = (np.concatenate(both) for both in zip(self._tiers(row), self._listened(row), strict=True))
+        if not len(begin):
             return start, stop, lines
-        begin, end = joined.tier_times(int(joined.process[row]), int(joined.thread[row]))
         begin, end = np.clip(begin, self.begin, self.end), np.clip(end, self.begin, self.end)
         start, stop = np.concatenate((start, begin)), np.concatenate((stop, end))
-        lines = np.concatenate((lines, np.full(len(begin), Line.TIER, dtype=np.uint8)))
+        lines = np.concatenate((lines, line.astype(np.uint8)))
         order = np.argsort(start, kind="stable")
         start, stop, lines = start[order], stop[order], lines[order]
         reach = np.maximum.accumulate(np.append(self.begin, stop[:-1]))
         return np.maximum(start, reach), np.maximum(stop, np.maximum(start, reach)), lines
+
+    def _tiers(self, row: int) -> tuple[Array, Array, Array]:
+        """Where the thread of a call read or wrote below CPU memory: begins, ends, lines."""
+        joined, none = self.joined, np.zeros(0, dtype=np.int64)
+        if not joined.recording.tier_operations.rows:
+            return none, none, none
+        begin, end = joined.tier_times(int(joined.process[row]), int(joined.thread[row]))
+        return begin, end, np.full(len(begin), Line.TIER)
+
+    def _listened(self, row: int) -> tuple[Array, Array, Array]:
+        """Where it waited for what others send, likewise."""
+        slept, joined = self.joined.recording.os_calls, self.joined
+        mine = (slept["process"] == joined.process[row]) & (slept["thread"] == joined.thread[row])
+        names = [i for i, name in enumerate(joined.recording.names) if name in FROM_OUTSIDE] if mine.any() else []
+        rows = np.flatnonzero(mine & np.isin(slept["name"], np.array(names, dtype=np.int32)))
+        rows = rows[~self._others_work(row, slept["start_ns"][rows], slept["end_ns"][rows])]
+        return slept["start_ns"][rows], slept["end_ns"][rows], np.full(len(rows), Line.NOTHING_TO_DO)
 
     def _outside(self, caller: int, rows: Array) -> Line:
         """Where a thread is that is in no call."""
         if not len(rows):
             return Line.ELSEWHERE
         process, thread = int(self.joined.process[rows[0]]), int(self.joined.thread[rows[0]])
-        return Line.PYTHON if _runs_python(self.joined, process, thread) else Line.ELSEWHERE
+        return Line.PYTHON if runs_python(self.joined, process, thread) else Line.ELSEWHERE
+
+    def _others_work(self, row: int, start: Array, end: Array) -> Array:
+        """Mask over waits: for most of them another thread of the process, that sleeps before and after, did not.
+
+        What it makes may be what the thread of this call waits for. Whether one sleeps on until the end is not known.
+        """
+        slept, joined = self.joined.recording.os_calls, self.joined
+        rows = np.flatnonzero(slept["process"] == joined.process[row])
+        rows = rows[slept["thread"][rows] != joined.thread[row]]
+        rows = rows[np.lexsort((slept["start_ns"][rows], slept["thread"][rows]))]
+        same = slept["thread"][rows][1:] == slept["thread"][rows][:-1]
+        awake = Cover(slept["end_ns"][rows][:-1][same], slept["start_ns"][rows][1:][same])
+        return np.asarray(2 * awake.within(start, end) > end - start)
+
+    def _may_sleep(self, row: int, start: Array, end: Array) -> Array:
+        """Mask over pauses: the thread slept for most of it, or the recording does not say when it sleeps."""
+        slept, joined = self.joined.recording.os_calls, self.joined
+        if not (slept["process"] == joined.process[row]).any():
+            return np.ones(len(start), dtype=bool)
+        mine = (slept["process"] == joined.process[row]) & (slept["thread"] == joined.thread[row])
+        asleep = Cover(slept["start_ns"][mine], slept["end_ns"][mine])
+        return np.asarray(2 * asleep.within(start, end) > end - start)
 
     def _seen_at_work(self, row: int, start: Array, end: Array) -> Array:
         """Mask over pauses: ranges of the thread begin or end in them: it works."""
@@ -130,7 +188,24 @@ class Threads:
         inside = (at >= 0) & (begins[pieces] < end[order][np.maximum(at, 0)])
         pieces, part = pieces[inside], share[order][at[inside]]
         cut = ends[pieces] - ((ends[pieces] - begins[pieces]) * part).astype(np.int64)
-        return ThreadTimeline(np.insert(edges, pieces + 1, cut), np.insert(line, pieces + 1, Line.NO_CPU))
+        return ThreadTimeline(
+            np.insert(edges, pieces + 1, cut),
+            np.insert(line, pieces + 1, Line.NO_CPU),
+            np.insert(timeline.open, pieces + 1, False),
+        )
+
+
+def _unusual(ns: Array, line: Array) -> Array:
+    """Pieces outside of calls that take far longer than what the thread does after most of its waits for the device.
+
+    Of pieces as `_make` has them: one outside of calls, one inside, and so on.
+    """
+    waits = 2 * np.flatnonzero((line[1::2] == Line.WAITING_FOR_DEVICE) & (ns[1::2] > 0)) + 1  # inside the window
+    turns = ns[waits[waits < len(ns) - 2] + 1]  # behind the last call nothing followed
+    if len(turns) < TURNS:
+        return np.zeros(0, dtype=np.int64)
+    least = max(SHORT_PAUSE_NS, UNUSUAL * int(np.median(turns)))
+    return 2 * np.flatnonzero(ns[::2] >= least)
 
 
 def _pauses(idle: Array, outside: Array) -> Array:
@@ -144,7 +219,7 @@ def _pauses(idle: Array, outside: Array) -> Array:
     return np.flatnonzero(idle >= least)
 
 
-def _runs_python(joined: Joined, process: int, thread: int) -> bool:
+def runs_python(joined: Joined, process: int, thread: int) -> bool:
     """Whether a recording shows that a thread runs Python: its process, its own name, its operators, its stacks."""
     recording = joined.recording
     words: list[int] = []

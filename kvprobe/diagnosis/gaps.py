@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvprobe.account import Line
+from kvprobe.account import Line, Unknown
 from kvprobe.diagnosis.finding import EvidenceChart
 from kvprobe.diagnosis.joined import Array, JoinedRecording
 from kvprobe.recordings.intervals import Cover, distinct, in_time
@@ -37,11 +37,11 @@ class Gaps:
 
 
 def nothing_to_do(joined: JoinedRecording, gaps: Gaps) -> Array:
-    """Mask of gaps in which, for most of the time, nobody asked for anything, as the account has it."""
+    """Mask of gaps in which, for most of the time, nobody asked for anything, or nothing shows whether anybody did."""
     parts = [
         (cut.start[idle], cut.end[idle])
         for cut in (gpu.stretches for gpu in joined.account.gpus)
-        for idle in (cut.line == Line.NOTHING_TO_DO,)
+        for idle in ((cut.line == Line.NOTHING_TO_DO) | (cut.detail == Unknown.BETWEEN_REQUESTS),)
     ]
     if not parts:
         return np.zeros(len(gaps.start), dtype=bool)

@@ -125,8 +125,22 @@ def _slow_copies(joined: JoinedRecording, direction: Direction) -> _SlowCopies |
             MEASURED,
         ),
         Evidence(f"the link gives {rate / 1e9:.2f} GB/s", rate, "bytes/s", how),
+        *_of_others(speed[~slow], at),
     ]
     return _SlowCopies(rows, loss, evidence)
+
+
+def _of_others(speed: Array, slow: Array) -> list[Evidence]:
+    """What copies reached before and after the slow ones; these are the entries `slow` of all of them, in time."""
+    before = int(slow[0])
+    after = len(speed) + len(slow) - 1 - int(slow[-1])
+    if before + after < LEAST:
+        return []
+    reached = float(np.median(speed))
+    when = "before and after" if before and after else "before" if before else "after"
+    text = f"{before + after:,} others as large ran at {reached / 1e9:.2f} GB/s (median) {when}: what slowed them "
+    text += "came and went" if before and after else "came while the program ran" if before else "went away again"
+    return [Evidence(text, reached, "bytes/s", MEASURED)]
 
 
 def _of_machine(recording: Recording) -> list[Evidence]:

@@ -10,7 +10,9 @@ Signature: any of
    below 8 ms) and come in several multiples of it: other threads hold the lock, and each gives it up 5 ms after it was
    asked to;
  - long gaps that overlap intervals labelled garbage collection for most of their length;
- - stacks taken in the gaps that show the thread waiting for the lock or in Python code.
+ - stacks taken in the gaps that show the thread waiting for the lock or in Python code;
+ - functions of the operating system that the thread was in (Nsight's osrt), where it runs Python: in CPython
+   `take_gil` alone waits in pthread_cond_timedwait, for a switch interval at a time; locks of programs are semaphores.
 Gaps as in `gpu_starved`, which keeps those without such evidence.
 
 A thread that submits loses its time in the same way where the device is never idle, or was not recorded: between its
@@ -34,10 +36,12 @@ from typing import NamedTuple
 import numpy as np
 
 from kvprobe.account import Line
+from kvprobe.account.threads import runs_python
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
 from kvprobe.diagnosis.gaps import NO_WORK_NS, Gaps, gaps_chart, idle_gaps
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.diagnosis.pauses import long_pauses, waited_within
+from kvprobe.recordings.intervals import Cover
 
 CAUSE = cause_of(__name__)
 PROVES = Line.PYTHON
@@ -45,6 +49,7 @@ SHORT_NS, LEAST_SHARE, MANY = 200_000, 0.10, 64
 MANY_PAUSES = 16
 SWITCH_NS = 5_000_000  # sys.getswitchinterval()
 TIMER = 3  # switch intervals: a thread whose pauses all last so many, or one higher number, sleeps
+TAKES_LOCK = "pthread_cond_timedwait"
 OTHERS = 8  # one in so many pauses lasts another number of intervals than most do, where threads take turns
 
 
@@ -102,9 +107,29 @@ def _by_stacks(joined: JoinedRecording, gaps: Gaps) -> Array:
     return mask & (gaps.host_ns >= 1_000_000)
 
 
+def _by_os_calls(joined: JoinedRecording, gaps: Gaps) -> Array:
+    """Mask of gaps in which the launching thread, of Python, waited as CPython waits for its lock, for most of them."""
+    slept = joined.recording.os_calls
+    mask = np.zeros(len(gaps.start), dtype=bool)
+    waits = np.array([name == TAKES_LOCK for name in joined.recording.names], dtype=bool)
+    if not slept.rows or not len(mask) or not waits.any():
+        return mask
+    for caller in np.unique(joined.caller[gaps.call]):
+        mine = np.flatnonzero(joined.caller[gaps.call] == caller)
+        row = gaps.call[mine[0]]
+        process, thread = int(joined.process[row]), int(joined.thread[row])
+        if not runs_python(joined, process, thread):
+            continue
+        theirs = (slept["process"] == process) & (slept["thread"] == thread) & waits[slept["name"]]
+        cover = Cover(slept["start_ns"][theirs], slept["end_ns"][theirs])
+        mask[mine] = 2 * cover.within(gaps.start[mine], gaps.end[mine]) > gaps.host_ns[mine]
+    return mask & (gaps.host_ns >= 1_000_000)
+
+
 def explained(joined: JoinedRecording, gaps: Gaps) -> Array:
     """Mask of gaps for which there is evidence of the interpreter."""
     mask: Array = (2 * gaps.gc_ns > gaps.host_ns) | _by_lock(joined, gaps) | _by_stacks(joined, gaps)
+    mask |= _by_os_calls(joined, gaps)
     if len(gaps.call) and len(paused := _submission_pauses(joined)):
         mask |= np.isin(joined.caller[gaps.call], joined.caller[paused])
     return mask
@@ -204,19 +229,22 @@ class _Signs(NamedTuple):
         collected: garbage was collected for most of it.
         locked: they have the switch interval for a floor.
         sampled: a stack shows the thread without the lock.
+        slept: the thread was in the function that waits for the lock.
     """
 
     short: Array
     collected: Array
     locked: Array
     sampled: Array
+    slept: Array
 
 
 def _signs(joined: JoinedRecording, gaps: Gaps, span: int) -> _Signs:
     short = (gaps.host_ns > 0) & (gaps.host_ns < SHORT_NS)
     if short.sum() < MANY or int(gaps.host_ns[short].sum()) < LEAST_SHARE * span:
         short[:] = False
-    return _Signs(short, 2 * gaps.gc_ns > gaps.host_ns, _by_lock(joined, gaps), _by_stacks(joined, gaps))
+    collected = 2 * gaps.gc_ns > gaps.host_ns
+    return _Signs(short, collected, _by_lock(joined, gaps), _by_stacks(joined, gaps), _by_os_calls(joined, gaps))
 
 
 def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
@@ -226,7 +254,7 @@ def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
         return None
     span = joined.span_ns * max(len(np.unique(gaps.process)), 1)
     signs = _signs(joined, gaps, span)
-    mine = signs.short | signs.collected | signs.locked | signs.sampled
+    mine = signs.short | signs.collected | signs.locked | signs.sampled | signs.slept
     lost = int(gaps.host_ns[mine].sum())
     if not mine.any() or lost < (LEAST_SHARE if not signs.collected.any() else 0.01) * span:
         return None
@@ -285,6 +313,12 @@ def _evidence(gaps: Gaps, signs: _Signs) -> list[Evidence]:
         count = int(signs.sampled.sum())
         text = f"in {count} of them a stack was taken in which the thread waited for the interpreter's lock"
         evidence.append(Evidence(text, count, "1", "py-spy"))
+    if signs.slept.any():
+        count = int(signs.slept.sum())
+        text = (
+            f"in {count} of them the thread was in {TAKES_LOCK}, where CPython waits for its lock, for most of the time"
+        )
+        evidence.append(Evidence(text, count, "1", "Nsight's trace of the operating system's functions"))
     if signs.collected.any():
         total = int(gaps.gc_ns[signs.collected].sum())
         text = f"{ms(total)} of them were garbage collection"
@@ -303,11 +337,11 @@ def _cure(gaps: Gaps, signs: _Signs, of_all: float) -> list[Change]:
             ),
             Change("Larger batches, fused kernels"),
         ]
-    if signs.locked.any():
+    if (held := signs.locked | signs.slept).any():
         cure += [
             Change(
                 "Move the other thread's Python work to a process of its own",
-                share=int(gaps.host_ns[signs.locked].sum()) * of_all,
+                share=int(gaps.host_ns[held].sum()) * of_all,
             ),
             Change("sys.setswitchinterval(0.0005) as a stopgap"),
         ]

@@ -1,4 +1,4 @@
-"""What a recording shows of start-up: context, modules, pinning and allocation before the serving window began.
+"""What a recording shows of start-up: context, modules, pinning, allocation and loads before the serving window began.
 
 Nothing here is a finding: a process does this once. It is said so that nobody takes it for serving, and because pinning
 has a price that can be lowered: page by page it runs at a few GB/s.
@@ -13,13 +13,14 @@ import numpy as np
 
 from kvprobe.output.recorded import StartupJson, StartupPartJson
 from kvprobe.recordings.assemble import is_kind
-from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Recording
+from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Direction, Memory, Recording
 from kvprobe.recordings.serving import ServingWindow, setting_up
 
 __all__ = ["Startup", "StartupPart", "startup"]
 
 CONTEXT_NS = 50_000_000  # making a context takes 100 ms to a second
 LARGE_BYTES = 64 << 20  # pinning as much takes some 20 ms itself
+LOADING = "loading"
 PINS = ("hostalloc", "hostregister", "mallochost", "memhostalloc", "memallochost", "memhostregister")
 
 
@@ -29,7 +30,7 @@ class StartupPart:
 
     Attributes:
         what: "pinning host memory", "allocating device memory", "context and devices", "modules and kernels",
-            "streams and events", "freeing memory" or "other calls".
+            "streams and events", "freeing memory", "loading from pageable memory", "loading" or "other calls".
         calls: how many.
         ns: time inside them, of all threads together.
         bytes: what they asked for; 0 where the recording does not tell.
@@ -83,21 +84,25 @@ def startup(recording: Recording, window: ServingWindow) -> Startup:
     if len(window.from_ns) and not (window.from_ns == window.from_ns[0]).all():
         begin = window.from_ns[np.clip(calls["process"], 0, len(window.from_ns) - 1)]
         before = calls["start_ns"] < begin
-    rows = np.flatnonzero(before & setting_up(recording))
+    loads = _loads(recording)
+    rows = np.flatnonzero(before & (setting_up(recording) | loads))
     kind_of_name = [_kind(name) for name in recording.names]
     kinds = calls["kind"][rows]
-    makes_context = _first_calls(recording, rows)
+    makes_context = _first_calls(recording, rows[~loads[rows]])
+    pageable = loads & (calls["memory"] == Memory.PAGEABLE)
     parts: dict[str, list[int]] = {}
     for row, name, kind in zip(rows.tolist(), calls["name"][rows].tolist(), kinds.tolist(), strict=True):
         by_name = kind_of_name[name] if 0 <= name < len(kind_of_name) else ""
         what = "context and devices" if row in makes_context else _part(by_name, kind)
+        if pageable[row]:
+            what += " from pageable memory"
         parts.setdefault(what, []).append(row)
     out = []
     for what, members in parts.items():
         mine = np.array(members)
         spent = np.maximum(calls["end_ns"][mine] - calls["start_ns"][mine], 0)
         in_names = np.bincount(np.maximum(calls["name"][mine], 0), weights=spent)
-        asked = what in ("pinning host memory", "allocating device memory")
+        asked = what in ("pinning host memory", "allocating device memory", f"{LOADING} from pageable memory")
         size = int(calls["bytes"][mine].sum()) if asked else 0
         out.append(
             StartupPart(
@@ -107,6 +112,13 @@ def startup(recording: Recording, window: ServingWindow) -> Startup:
     out.sort(key=lambda part: -part.ns)
     submissions = int((before & is_kind(calls["kind"], SUBMITTING)).sum())
     return Startup(length, window.how, submissions, tuple(out))
+
+
+def _loads(recording: Recording) -> Array:
+    """Mask over calls: single copies to the device."""
+    mask: Array = is_kind(recording.calls["kind"], (CallKind.COPY, CallKind.COPY_SYNC))
+    mask &= recording.calls["direction"] == Direction.H2D
+    return mask
 
 
 def _first_calls(recording: Recording, rows: Array) -> set[int]:
@@ -137,4 +149,6 @@ def _part(by_name: str, kind: int) -> str:
         CallKind.ALLOC: "allocating device memory",
         CallKind.FREE: "freeing memory",
         CallKind.CREATE: "streams and events",
+        CallKind.COPY: LOADING,
+        CallKind.COPY_SYNC: LOADING,
     }.get(CallKind(kind), "other calls")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from kvprobe.account import COPIES, HOST, Account, GpuAccount, Line
+from kvprobe.account import COPIES, HOST, Account, GpuAccount, Line, Unknown
 from kvprobe.diagnosis import FULL_QUEUE, UNEXPLAINED
 from kvprobe.output.parts import VerdictJson
 from kvprobe.recordings.assemble import is_kind
@@ -40,6 +40,7 @@ _COPIES = (
     "with ProfilerActivity.CUDA"
 )
 _DEVICE = "record with device activity: `kvprobe run --nsys`, `nsys profile -t cuda`, or torch.profiler with CUDA"
+_REQUESTS = "record where threads sleep: `kvprobe run --nsys`, or `nsys profile -t cuda,nvtx,osrt`"
 _LAUNCHES = "keep each launch and event: `kvprobe run --detail launches`"
 _DETAIL = "keep more calls: `kvprobe run --max-size`, or a shorter run"
 
@@ -211,9 +212,11 @@ def _not_computing(gpu: GpuAccount) -> list[MissingPart]:
     share = sum(unknown.values()) / gpu.window_ns
     if share >= UNKNOWN_SHARE:
         why = max(unknown, key=lambda reason: unknown[reason])
-        out.append(
-            MissingPart(f"of {share:.0%} of the time it is not known what the GPU did, because {why.text}", _DEVICE)
-        )
+        if why == Unknown.BETWEEN_REQUESTS:  # that nothing ran is known
+            what, how = f"for {share:.0%} of the time the GPU had nothing to run, and {why.text}", _REQUESTS
+        else:
+            what, how = f"of {share:.0%} of the time it is not known what the GPU did, because {why.text}", _DEVICE
+        out.append(MissingPart(what, how))
     waited = gpu.waiting_share
     if waited >= WAITED_SHARE:
         time = _with_something_to_do(gpu)

@@ -6,7 +6,9 @@ Signature: none of its own. It is what is left of the lines "waiting for the hos
 their part.
 
 Before the first kernel of the window, and after the last one, nothing shows whether a model waited: weights may have
-been loaded, or the model may have ended. What lies there is an open question.
+been loaded, or the model may have ended. What lies there is an open question. So are pauses of a thread far longer
+than what it takes from the results of most steps to the next submission, where nothing is seen of what it did: it may
+have prepared a request, or waited for one.
 
 Time lost: these instants, as wall time. Predicted saving: all of it for preparing ahead, which hides what the thread
 does behind what the GPU does; nothing else is modelled.
@@ -14,9 +16,9 @@ does behind what the GPU does; nothing else is modelled.
 
 from __future__ import annotations
 
-from kvprobe.account import HOST, GpuAccount, Line
+from kvprobe.account import HOST, GpuAccount, Line, Unknown
 from kvprobe.diagnosis.finding import MEASURED, Change, Evidence, Finding, Loss, Where, cause_of
-from kvprobe.diagnosis.joined import JoinedRecording, ms, of_the_time, share
+from kvprobe.diagnosis.joined import CRITICAL, JoinedRecording, ms, of_the_time, share
 from kvprobe.diagnosis.left import most_left
 from kvprobe.recordings.model import Array
 
@@ -32,6 +34,10 @@ DID = {
     Line.TIER: "read or wrote below CPU memory",
     Line.ELSEWHERE: "was outside of CUDA calls that submit",
 }
+SHOWN_BY = (
+    "Record with `kvprobe run --nsys` or `nsys profile -t cuda,nvtx,osrt`, which show where the thread sleeps, or mark "
+    "what it does with NVTX ranges"
+)
 CURES: dict[Line, Change] = {
     Line.FULL_QUEUE: Change("Submit less at once, or through several streams", "setting"),
     Line.WAITING_FOR_DEVICE: Change(
@@ -52,7 +58,42 @@ CURES: dict[Line, Change] = {
 
 
 def find(joined: JoinedRecording) -> Finding | None:
-    """What is left of waiting for the host, on the GPU that waited longest."""
+    """What is left of waiting for the host; else pauses of which nothing shows whether anybody asked for anything."""
+    return _left(joined) or _between_requests(joined)
+
+
+def _between_requests(joined: JoinedRecording) -> Finding | None:
+    """Of the GPU with most such pauses."""
+    gpu = max((one for one in joined.account.gpus if one.seen), key=lambda one: one.open_ns, default=None)
+    if gpu is None or gpu.open_ns < CRITICAL * gpu.window_ns:
+        return None
+    cut = gpu.stretches
+    mine = cut.detail == Unknown.BETWEEN_REQUESTS
+    ns = cut.ns[mine]
+    window = int(cut.start[mine].min()), int(cut.end[mine].max())
+    return joined.finding(
+        CAUSE,
+        "The GPU ran nothing for {lost}, in {calls} pauses of its thread",
+        "cannot tell",
+        Loss(gpu.open_ns, len(ns), on="device", window=window, span_ns=gpu.window_ns),
+        severity="info",
+        evidence=(
+            Evidence(
+                f"in {len(ns):,} pauses, the longest of {ms(int(ns.max()))}, nothing was pending and its thread made "
+                "no call; after most other waits for the device it submits at once",
+                gpu.open_ns,
+                "ns",
+                MEASURED,
+            ),
+        ),
+        reason=f"cannot tell, because nothing ran for {share(gpu.open_ns, gpu.window_ns)} of the time, and "
+        f"{Unknown.BETWEEN_REQUESTS.text}",
+        cure=(Change(SHOWN_BY, "recording"),),
+    )
+
+
+def _left(joined: JoinedRecording) -> Finding | None:
+    """On the GPU that waited longest."""
     gpu, mine, lacks = most_left(joined, HOST)
     if gpu is None:
         return None

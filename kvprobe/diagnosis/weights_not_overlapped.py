@@ -8,7 +8,7 @@ beside it, while that process has kernels to hide them. What makes a copy a weig
 again (a forward after a forward), not redundantly, and at least 1 MiB a round; or, where a recording has no addresses,
 ranges around the calls that say so (weight, param, layer, offload, prefetch, fsdp), a repeating sequence of sizes of at
 least 1 MiB, or copies of one such size that each follow a kernel which they could have run beside: they had been
-submitted in time, or stand on the kernels' own stream.
+submitted before it ended. What was submitted later was not at hand, as far as the recording shows.
 
 Where the device was not recorded, large loads on a stream with as many launches are seen, and not what computes
 meanwhile elsewhere: an open question where their bytes take a tenth of the time.
@@ -91,8 +91,8 @@ def _weights(joined: JoinedRecording, rows: Array) -> tuple[Array, str]:
 def _between_kernels(joined: JoinedRecording, rows: Array) -> Array:
     """Of large loads those of the most frequent size that follow kernels each, and could have run beside them.
 
-    A copy on a stream of kernels cannot run beside these; on another stream, it had been submitted before the kernel in
-    front of it ended, and no other large copy came between the two.
+    Such a copy had been submitted before the kernel in front of it ended, and stands on a stream of kernels, beside
+    which it cannot run, or no other large copy came between the two. Where its call is not known, its stream decides.
     """
     table = joined.recording.executions
     if len(rows) < MANY:
@@ -108,8 +108,9 @@ def _between_kernels(joined: JoinedRecording, rows: Array) -> Array:
     front = joined.x_end[kernels[np.maximum(begun - 1, 0)]]
     large = ascending(joined.x_start[mine & (table["engine"] == Engine.COPY) & (table["bytes"] >= LARGE)])
     held = (begun > 0) & (call >= 0) & (joined.start[np.maximum(call, 0)] < front)
-    held &= np.searchsorted(large, front) == np.searchsorted(large, start)
-    held |= np.isin(table["stream"][rows], joined.kernel_streams)
+    beside = np.isin(table["stream"][rows], joined.kernel_streams)
+    held &= beside | (np.searchsorted(large, front) == np.searchsorted(large, start))
+    held |= beside & (call < 0)
     alternate = rows[held & (np.diff(begun, prepend=-1) > 0)]  # one kernel at least since the copy before
     return alternate if len(alternate) >= MANY and 10 * len(alternate) > 8 * len(rows) else rows[:0]
 

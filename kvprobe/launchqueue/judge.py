@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from kvprobe.launchqueue.evidence import Evidence
 
-__all__ = ["STATES", "QueueConclusion", "conclude", "many", "ms", "overall"]
+__all__ = ["NOT_ASKED", "STATES", "QueueConclusion", "conclude", "many", "ms", "overall"]
 
 State = Literal["not full", "cannot tell", "full"]
 STATES: tuple[State, ...] = ("not full", "cannot tell", "full")  # the worse, the later
@@ -38,6 +38,9 @@ class QueueConclusion:
     def full(self) -> bool:
         """Whether it was full."""
         return self.state == "full"
+
+
+NOT_ASKED = QueueConclusion("not full", "")  # of a queue that nothing is concluded of yet
 
 
 def conclude(evidence: Evidence) -> QueueConclusion:

@@ -353,6 +353,14 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "ran_ns": "int64",
         "throttled_ns": "int64",  # the process's control group had used up its quota of CPU
     },
+    # Functions of the operating system in which a thread was for a millisecond and more: it slept, for all but a few.
+    "os_calls": {
+        "start_ns": "int64",
+        "end_ns": "int64",
+        "process": "int32",
+        "thread": "int64",
+        "name": "name",
+    },
     # What a controller or adapter did or said: policy switches, states, errors.
     "decisions": {"time_ns": "int64", "process": "int32", "what": "name", "reason": "name", "gain": "float64"},
     # Exact totals that survive where detail was lost; histogram columns are in `Recording.histograms`.

@@ -104,9 +104,11 @@ COLUMNS: dict[str, dict[str, int]] = {
     "NVTX_EVENTS": {"start": 0, "end": -1, "eventType": 0, "globalTid": 0, "domainId": 0, "textId": -1},
     "TARGET_INFO_CUDA_STREAM": {"streamId": -1, "processId": -1, "contextId": -1, "priority": 0, "flag": 0},
     "ThreadNames": {"nameId": -1, "globalTid": 0},
+    "OSRT_API": {"start": 0, "end": 0, "globalTid": 0, "nameId": -1},
 }
 _RANGE_STYLES = {59: RangeStyle.PUSH_POP, 60: RangeStyle.START_END, 70: RangeStyle.PUSH_POP, 71: RangeStyle.START_END}
 DOMAIN_CREATE = 75
+SLEPT_NS = 1_000_000  # of a function of the operating system: shorter ones are no pause of a step
 _STREAM_NAMES = {1: "", 2: "non-blocking", 3: "null"}
 
 Columns = dict[str, Array]
@@ -388,6 +390,7 @@ class _Builder:
             "labels": self.labels(),
             "ranges": self.ranges(),
             "threads": self.threads(),
+            "os_calls": self.os_calls(),
         }
         machine, how = self.machine()
         recording = Recording(
@@ -672,6 +675,25 @@ class _Builder:
         return Table(
             "threads",
             {
+                "process": self.process_rows(raw["globalTid"]),
+                "thread": raw["globalTid"] & _ID_MASK,
+                "name": self.text_rows(raw["nameId"])[0],
+            },
+        )
+
+    def os_calls(self) -> Table:
+        """Long calls of the operating system's functions, by processes that did something on a GPU (`-t osrt`)."""
+        raw = self.read_columns("OSRT_API")
+        keep = raw["end"] - raw["start"] >= SLEPT_NS
+        keep &= np.isin(raw["globalTid"] >> _PID_SHIFT, self.pids)
+        raw = {name: column[keep] for name, column in raw.items()}
+        if not len(raw["start"]):
+            return Table("os_calls")
+        return sorted_table(
+            "os_calls",
+            {
+                "start_ns": raw["start"],
+                "end_ns": raw["end"],
                 "process": self.process_rows(raw["globalTid"]),
                 "thread": raw["globalTid"] & _ID_MASK,
                 "name": self.text_rows(raw["nameId"])[0],

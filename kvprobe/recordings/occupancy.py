@@ -18,7 +18,7 @@ import numpy as np
 
 from kvprobe.launchqueue.constants import ALIGNED_NS, BAND_SHARE, LEAST_BAND, LEAST_DEPTH, SHALLOW_SHARE
 from kvprobe.launchqueue.evidence import Labels, Plateau
-from kvprobe.launchqueue.judge import STATES, QueueConclusion, conclude, overall
+from kvprobe.launchqueue.judge import NOT_ASKED, STATES, conclude, overall
 from kvprobe.recordings.assemble import correlation_keys, distinct, is_kind, pairs, quantile
 from kvprobe.recordings.inferred import infer
 from kvprobe.recordings.links import links_of
@@ -26,12 +26,11 @@ from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory,
 from kvprobe.recordings.numbered import event_records
 
 if TYPE_CHECKING:
-    from kvprobe.launchqueue.judge import State
+    from kvprobe.launchqueue.judge import QueueConclusion, State
 
 __all__ = ["Occupancy", "StreamOccupancy", "depth_series", "group_ns", "innermost_range", "occupancy"]
 
 _NEVER = np.iinfo(np.int64).max
-_NOT_ASKED = QueueConclusion("not full", "")
 
 
 @dataclass
@@ -69,7 +68,7 @@ class StreamOccupancy:
     plateau: tuple[int, int] = (-1, -1)
     ceiling_how: str = ""
     baseline_ns: dict[int, int] = field(default_factory=dict)
-    conclusion: QueueConclusion = _NOT_ASKED
+    conclusion: QueueConclusion = NOT_ASKED
     before: int = 0
     after: int = 0
     graphs: int = 0

@@ -3,8 +3,9 @@
 A process that makes its context, loads its modules and pins its memory does that once, and its time says nothing of
 how it serves. The window is given, or found for each process from its own calls: it begins where the last of the calls
 that set up ended, as long as hardly any work had been submitted until then; calls that go on at the same rate
-afterwards are no start-up. What the recorder labelled as its own work is no work of the process. Steps that a profiler
-marked begin the window as well. Where detail was lost, it begins where all calls are there.
+afterwards are no start-up. The same holds of loads before the first kernel: until something computes, nobody is served,
+and what is loaded once is the model. What the recorder labelled as its own work is no work of the process. Steps that a
+profiler marked begin the window as well. Where detail was lost, it begins where all calls are there.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ import numpy as np
 from kvprobe.errors import UsageError
 from kvprobe.recordings.assemble import is_kind
 from kvprobe.recordings.intervals import distinct
-from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Recording, Table
+from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Direction, Engine, Label, Recording, Table
 
 __all__ = ["ServingWindow", "parse_time", "recorded_span", "serving_window", "setting_up"]
 
 WARM = 32  # submissions of a process that set-up may precede, however few there are: checks, a first step
-FEW = 0.10  # of a process's submissions: more than that before a call, and the process was serving already
+FEW = 0.10  # of a process's submissions: more than that before a call, and it was serving already; of its time likewise
 GOES_ON = 0.10  # of the rate before: where set-up calls go on at more than that, they are part of the work
 LEAST_NS = 20_000  # a call that sets up and takes less is no matter
 _LOADS = (
@@ -165,7 +166,8 @@ def _found(recording: Recording, first: int, last: int, processes: int) -> Servi
     how: list[str] = []
     rows = np.flatnonzero(setting_up(recording))
     rows = rows[calls["end_ns"][rows] - calls["start_ns"][rows] >= LEAST_NS]
-    submits = is_kind(calls["kind"], SUBMITTING) if len(rows) or recording.lost else np.zeros(0, dtype=bool)
+    needed = len(rows) or recording.lost or recording.has_executions
+    submits = is_kind(calls["kind"], SUBMITTING) if needed else np.zeros(0, dtype=bool)
     work = submits & ~_own_work(recording) if len(rows) else submits
     for process in np.unique(calls["process"][rows]).tolist():
         mine = rows[calls["process"][rows] == process]
@@ -173,6 +175,10 @@ def _found(recording: Recording, first: int, last: int, processes: int) -> Servi
         if until > begin[process]:
             begin[process] = until
             how.append("set-up")
+    for process, until in _loaded(recording, submits, last).items():
+        if 0 <= process < processes and until > begin[process]:
+            begin[process] = until
+            how.append("loads")
     steps = _first_step(recording)
     if len(how) == 0 and steps > first:
         begin[:] = np.maximum(begin, steps)
@@ -185,6 +191,7 @@ def _found(recording: Recording, first: int, last: int, processes: int) -> Servi
                 how.append("detail")
     words = {
         "set-up": "where the last call that sets up had ended",
+        "loads": "where all was loaded that the first kernel waited for",
         "steps": "at the first step that was marked",
         "detail": "where all calls were kept",
     }
@@ -228,6 +235,36 @@ def _set_up(calls: Table, rows: Array, submits: Array, last: int) -> int:
     over &= before < len(made)
     at = np.flatnonzero(over)
     return int(ends[at[-1]]) if len(at) else 0
+
+
+def _loaded(recording: Recording, submits: Array, last: int) -> dict[int, int]:
+    """Where the loads before a process's first kernel had ended, by its row; of processes that load so at start alone.
+
+    That is: few of its submissions are among them, they took little of its time, and all later loads take far less.
+    Else what the recording shows is loading, for whatever reason. `submits`: mask over calls.
+    """
+    calls, table = recording.calls, recording.executions
+    loads = (table["engine"] == Engine.COPY) & (table["direction"] == Direction.H2D)
+    out: dict[int, int] = {}
+    for process in distinct(table["process"][loads]).tolist():
+        mine = table["process"] == process
+        kernels = mine & (table["engine"] == Engine.KERNEL)
+        if not kernels.any():
+            continue
+        first = int(table["start_ns"][kernels].min())
+        rows = np.flatnonzero(mine & loads)
+        before = rows[table["end_ns"][rows] <= first]
+        if not len(before):
+            continue
+        begun, until = int(table["start_ns"][before].min()), int(table["end_ns"][before].max())
+        made = calls["start_ns"][submits & (calls["process"] == process)]
+        if int((made < until).sum()) > FEW * len(made) or until - begun > FEW * (last - begun):
+            continue
+        took = int((table["end_ns"][before] - table["start_ns"][before]).sum())
+        rest = int((table["end_ns"][rows] - table["start_ns"][rows]).sum()) - took
+        if rest <= GOES_ON * took:  # not their rate: the first of a load a step comes at once, too
+            out[process] = until
+    return out
 
 
 def _alike_ended(calls: Table, rows: Array, ends: Array, last: int) -> Array:

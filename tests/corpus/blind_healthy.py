@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from accounts import Pool, paced, stamp
 from device import D2H, H2D, Device, now
 from fresh_copies import clear
-from registry import COMPUTING, NOTHING_TO_DO, KiB, MiB, Truth, blind_program, in_thread, pageable
+from registry import COMPUTING, DEVICE, NOTHING_TO_DO, KiB, MiB, Truth, blind_program, in_thread, pageable
 
 
 @blind_program(
@@ -76,6 +76,7 @@ def kv_offloaded_layer_by_layer_and_partly_restored(d: Device) -> Truth:
     line=NOTHING_TO_DO,
     like=("gpu_starved", "cpu_starved", "python_or_gil_bound", "synchronisation"),
     also=("wasted_stores",),
+    undecided_in=DEVICE,  # their recordings hold CUDA's calls alone: 40 ms in `recv` look like 40 ms of work
 )
 def requests_over_a_socket_with_pauses(d: Device) -> Truth:
     """A client thinks for 40 ms after each answer; the server waits in `recv`, then decodes ten steps a step ahead."""

@@ -11,10 +11,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import numpy as np
 from programs import PROGRAMS
 
 from kvprobe.diagnosis import Examination, examine
 from kvprobe.recordings import open_recording
+from kvprobe.recordings.model import Direction, Engine, Memory, Recording
 
 FORMATS = {"run": ".kvprobe.tar.gz", "kineto": ".json.gz", "nsys": ".sqlite.gz"}
 LEAST_NS = 2_000_000  # a cause that lost less may be named or not
@@ -26,6 +28,10 @@ EXPLAINING = {"first_calls", "profiler_overhead"}
 # What no cause explains, under the account's own name: true whatever else is named.
 EXPLAINING |= {"waiting_for_copies", "waiting_for_host"}
 
+
+# What a machine does to its link while a program runs, no program can know: a recording shows it, or does not.
+OF_THE_MACHINE = {"link_degraded"}
+LARGE, BIN_NS, MANY, FELL = 1 << 20, 10_000_000, 4, 0.7
 
 # Without executions a recording does not show how long the copy engine worked.
 UNTIMED = {("run", "redundant_loads"), ("run", "wasted_stores")}
@@ -64,8 +70,31 @@ def unpack(path: Path, into: Path) -> Path:
     return path
 
 
-def grade(program: str, form: str, said: dict[str, int], found: Examination) -> Grade:
-    """Compares the findings of one recording with what its program said."""
+def link_fell(recording: Recording) -> bool:
+    """Whether large pinned copies of one size and direction, alone on the link, ran at 0.7 of their best for 10 ms."""
+    table = recording.executions
+    pinned = (table["engine"] == Engine.COPY) & (table["memory"] != Memory.PAGEABLE)
+    copies = np.flatnonzero(pinned & (table["direction"] != Direction.D2D))
+    copies = copies[np.argsort(table["start_ns"][copies], kind="stable")]
+    start, end, size = (table[name][copies] for name in ("start_ns", "end_ns", "bytes"))
+    apart = np.ones(len(copies), dtype=bool)
+    apart[1:] &= start[1:] >= np.maximum.accumulate(end)[:-1]
+    apart[:-1] &= end[:-1] <= start[1:]
+    kind = size * 8 + table["direction"][copies]
+    for one in np.unique(kind[apart & (size >= LARGE)]):
+        mine = apart & (kind == one)
+        rate = size[mine] / (end[mine] - start[mine])
+        bins = (start[mine] - start[0]) // BIN_NS
+        medians = [np.median(rate[bins == at]) for at in np.unique(bins) if (bins == at).sum() >= MANY]
+        if medians and min(medians) < FELL * np.percentile(rate, 90):
+            return True
+    return False
+
+
+def grade(
+    program: str, form: str, said: dict[str, int], found: Examination, recording: Recording | None = None
+) -> Grade:
+    """Compares the findings of one recording with what its program said, and with what it shows of the machine."""
     known = PROGRAMS[program]
     named = {one.cause: one.lost_ns for one in found.findings if not one.abstains}
     expected = known.expected(form)
@@ -73,6 +102,8 @@ def grade(program: str, form: str, said: dict[str, int], found: Examination) -> 
     needed = {cause for cause in expected if said.get(cause, 0) >= LEAST_NS or said.get(cause) == 0}
     out.missed = needed - set(named)
     out.false = set(named) - set(known.causes) - set(known.also) - EXPLAINING
+    if out.false & OF_THE_MACHINE and recording is not None and link_fell(recording):
+        out.false -= OF_THE_MACHINE
     for group in TOGETHER:  # a queue behind a fence and the same queue afterwards
         if group & expected and group & set(named):
             out.missed -= {cause for cause in group if said.get(cause, 0) < 0.2 * sum(said.get(c, 0) for c in group)}
@@ -95,5 +126,6 @@ def grade_folder(corpus: Path, scratch: Path, only: str = "") -> list[Grade]:
             if only not in program or program not in PROGRAMS:
                 continue
             said = json.loads(path.with_name(f"{program}.truth.json").read_text())["lost_ns"]
-            grades.append(grade(program, form, said, examine(open_recording(unpack(path, scratch)))))
+            recording = open_recording(unpack(path, scratch))
+            grades.append(grade(program, form, said, examine(recording), recording))
     return grades

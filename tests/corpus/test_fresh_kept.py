@@ -5,17 +5,19 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvprobe.account import COPIES, Line
 from kvprobe.diagnosis import Examination, examine
+from kvprobe.diagnosis.startup import startup
 from kvprobe.diagnosis.verdict import Verdict, of_recording
 from kvprobe.recordings import open_recording
-from kvprobe.recordings.model import CallKind, Recording
+from kvprobe.recordings.model import CallKind, Recording, Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from grade import FORMATS, unpack
+from grade import FORMATS, link_fell, unpack
 
 DATA = Path(__file__).resolve().parents[1] / "gpu" / "data" / "fresh"
 
@@ -76,3 +78,55 @@ def test_loads_that_a_stream_holds_back_until_each_kernel_is_over_are_told_witho
     (finding,) = [one for one in found if one.severity != "info"]
     assert finding.cause == "weights_not_overlapped"
     assert finding.lost_ns == pytest.approx(78e6, rel=0.02)
+
+
+@pytest.mark.parametrize("form", ["kineto", "nsys"])
+def test_pauses_between_requests_are_an_open_question_in_recordings_of_cuda_calls_alone(form, tmp_path):
+    """A client thinks for 40 ms after each answer of ten steps; the server waits in `recv`, which nobody recorded."""
+    found, verdict = judged(opened(form, "requests_over_a_socket_with_pauses", tmp_path))
+    assert verdict.state == "undecided" and "waited for a request or prepared one" in verdict.reason
+    assert not [one for one in found if one.severity != "info"]
+    assert found.account.gpus[0].open_ns == pytest.approx(607e6, rel=0.01)  # 15 pauses
+
+
+def test_a_recorder_that_says_where_threads_sleep_decides_them(tmp_path):
+    """The same recording, with the function that its program waits in."""
+    recording = opened("nsys", "requests_over_a_socket_with_pauses", tmp_path)
+    calls = recording.calls
+    order = np.argsort(calls["start_ns"])
+    end, start = calls["end_ns"][order][:-1], calls["start_ns"][order][1:]
+    pauses = start - end > 30_000_000
+    zero = np.zeros(int(pauses.sum()), int)
+    recording.names.append("recv")
+    times = {"start_ns": end[pauses] + 20_000, "end_ns": start[pauses] - 20_000}
+    whose = {"process": zero + calls["process"][0], "thread": zero + calls["thread"][0]}
+    recording.tables["os_calls"] = Table("os_calls", times | whose | {"name": zero + len(recording.names) - 1})
+    found, verdict = judged(recording)
+    assert verdict.state == "healthy" and "had nothing to do for 76%" in verdict.reason
+    assert found.account.gpus[0].open_ns == 0
+
+
+def test_what_a_model_loads_once_out_of_pageable_memory_is_start_up_with_its_rate(tmp_path):
+    """16 layers in 20 ms, before any kernel; then a second of serving without a gap."""
+    recording = opened("kineto", "weights_from_pageable_memory_once_then_served", tmp_path)
+    found, verdict = judged(recording)
+    assert verdict.state == "healthy" and not [one for one in found if one.severity != "info"]
+    (part,) = [one for one in startup(recording, found.serving).parts if one.what == "loading from pageable memory"]
+    assert part.calls == 16 and part.bytes_per_s == pytest.approx(5.04e9, rel=0.01)
+
+
+def test_chunks_that_are_not_there_yet_are_no_weights_that_nobody_prefetched(tmp_path):
+    """Each is read from a file into one buffer, after a wait for the kernel before."""
+    found, _ = judged(opened("nsys", "a_prefix_read_from_a_file_before_each_prefill", tmp_path))
+    assert {one.cause for one in found if one.severity != "info"} == {"gpu_starved"}
+
+
+def test_a_link_that_became_slow_and_recovered_is_told_from_a_slow_one(tmp_path):
+    """From one copy to the next it gave 23.5 of 54.5 GB/s, both ways, and came back over 100 ms."""
+    recording = opened("nsys", "loads_that_stand_behind_stores_of_one_stream", tmp_path)
+    (finding,) = [one for one in judged(recording)[0] if one.cause == "link_degraded"]
+    others = [one for one in finding.evidence if "came and went" in one.text]
+    assert len(others) == 2 and all(one.value == pytest.approx(54.3e9, rel=0.01) for one in others)
+    assert link_fell(recording)
+    recording.executions["end_ns"][:] = recording.executions["start_ns"] + 100_000  # as long as one another
+    assert not link_fell(recording)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import contextlib
+import gzip
 import sqlite3
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -204,3 +207,29 @@ def test_any_table_reads_the_same_leaf_by_leaf_or_not(tmp_path, rows, page, keye
     )
     assert parts is not None or not small or native_library() is None, "plain rows are read natively"
     export.db.close()
+
+
+def test_long_calls_of_the_operating_system_s_functions_are_kept_of_threads_that_use_a_gpu(tmp_path):
+    """The table as Nsight's documentation has it (`-t osrt`), in an export of a real recording."""
+    path = tmp_path / "healthy.sqlite"
+    path.write_bytes(gzip.decompress((Path(__file__).parents[1] / "gpu/data/nsys_healthy.sqlite.gz").read_bytes()))
+    with contextlib.closing(sqlite3.connect(path)) as db:
+        (start, thread), (last,) = (
+            db.execute("SELECT start, globalTid FROM CUPTI_ACTIVITY_KIND_RUNTIME ORDER BY start").fetchone(),
+            db.execute("SELECT max(id) FROM StringIds").fetchone(),
+        )
+        db.execute("INSERT INTO StringIds VALUES (?, 'recv')", (last + 1,))
+        db.execute(
+            "CREATE TABLE OSRT_API (start INT NOT NULL, end INT NOT NULL, eventClass INT NOT NULL, globalTid INT, "
+            "correlationId INT, nameId INT NOT NULL, returnValue INT NOT NULL, nestingLevel INT, callchainId INT)"
+        )
+        for took, whose in ((5_000_000, thread), (10_000, thread), (5_000_000, thread + (1 << 40))):
+            row = (start, start + took, 27, whose, 1, last + 1, 0, None, None)
+            db.execute("INSERT INTO OSRT_API VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+        db.commit()
+    recording = open_recording([path])
+    (row,) = range(recording.os_calls.rows)
+    told = {name: int(recording.os_calls[name][row]) for name in ("start_ns", "end_ns", "process", "thread")}
+    assert recording.text(int(recording.os_calls["name"][row])) == "recv"
+    assert told["end_ns"] - told["start_ns"] == 5_000_000
+    assert (told["process"], told["thread"]) == (recording.calls["process"][0], recording.calls["thread"][0])

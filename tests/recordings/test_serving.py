@@ -9,7 +9,7 @@ from kvprobe.diagnosis import diagnose
 from kvprobe.diagnosis.startup import startup
 from kvprobe.diagnosis.verdict import of_full_queue
 from kvprobe.errors import UsageError
-from kvprobe.recordings.model import CallKind, Label, Recording, Source, Table
+from kvprobe.recordings.model import CallKind, Direction, Engine, Label, Memory, Recording, Source, Table
 from kvprobe.recordings.serving import ServingWindow, parse_time, recorded_span, serving_window
 
 MS = 1_000_000
@@ -72,6 +72,61 @@ def test_pinning_before_serving_is_start_up_with_its_rate_and_no_finding():
     assert part.bytes_per_s == pytest.approx((8 << 30) / 4.0)
     findings = diagnose(r)
     assert not findings and of_full_queue(r, findings).state == "healthy"
+
+
+def loaded_first(loads, again=(), kernels=1_000):
+    """Copies of pageable memory, `loads` at first and more of them `again`, and kernels; each takes a millisecond."""
+    begins = [i * MS for i in range(loads)]
+    first = loads * MS
+    made = [(at, MS, COPY, CallKind.COPY, 8 << 20) for at in (*begins, *again)]
+    made += [(first + i * MS, 5_000, RANGE, CallKind.LAUNCH, 0) for i in range(kernels)]
+    r = program(made)
+    calls = r.calls
+    copy = calls["kind"] == CallKind.COPY
+    zero = np.zeros(calls.rows, int)
+    told = {
+        "memory": np.where(copy, Memory.PAGEABLE, 0),
+        "direction": np.where(copy, Direction.H2D, 0),
+        "correlation": np.arange(calls.rows),
+    }
+    names = ("start_ns", "end_ns", "process", "thread", "name", "kind", "stream", "bytes", "count")
+    r.tables["calls"] = calls = Table("calls", {name: calls[name] for name in names} | told)
+    columns = {
+        "start_ns": calls["start_ns"],
+        "end_ns": calls["start_ns"] + MS,
+        "engine": np.where(copy, Engine.COPY, Engine.KERNEL),
+        "direction": calls["direction"],
+        "memory": calls["memory"],
+        "bytes": calls["bytes"],
+        "correlation": calls["correlation"],
+        "name": zero + RANGE,
+        "process": zero,
+        "device": zero,
+        "stream": zero,
+    }
+    r.tables["executions"], r.has_executions = Table("executions", columns), True
+    return r
+
+
+def test_what_is_loaded_once_before_the_first_kernel_is_start_up():
+    r = loaded_first(16)
+    window = serving_window(r)
+    assert window.start_ns == 16 * MS and "loaded" in window.how
+    (part,) = startup(r, window).parts
+    assert (part.what, part.calls, part.bytes) == ("loading from pageable memory", 16, 16 * (8 << 20))
+    assert not [one for one in diagnose(r) if one.severity != "info"]
+
+
+@pytest.mark.parametrize(
+    "r",
+    [
+        loaded_first(16, again=[100 * i * MS for i in range(1, 10)]),  # goes on
+        loaded_first(200),  # a fifth of what was recorded
+        loaded_first(16, kernels=100),  # as many loads as a tenth of all submissions and more
+    ],
+)
+def test_loads_that_go_on_or_are_much_of_the_recording_are_no_start_up(r):
+    assert serving_window(r).start_ns == 0
 
 
 def test_allocation_that_goes_on_while_serving_is_no_start_up():

@@ -1,0 +1,182 @@
+"""A pause of a thread that takes far longer than its steps: nothing shows whether it waited for a request."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvprobe.account import HOST, Line, Unknown
+from kvprobe.diagnosis import Examination, examine
+from kvprobe.diagnosis.verdict import of_recording
+from kvprobe.recordings.model import CallKind, Engine, RangeStyle, Recording, Source, Table
+
+MS = 1_000_000
+LAUNCH, SYNC, MARK = 1, 2, 4
+
+
+def served(pauses_ns: list[int], steps: int, step_pause_ns: int = 20_000) -> Recording:
+    """Requests of `steps` steps: a kernel of a millisecond and a wait for it; a pause of the thread before each."""
+    calls: list[tuple[int, int, int, int]] = []
+    ran: list[tuple[int, int]] = []
+    now = 0
+    for pause_ns in pauses_ns:
+        now += pause_ns
+        for _ in range(steps):
+            calls.append((now, now + 5_000, CallKind.LAUNCH, LAUNCH))
+            ran.append((now + 8_000, now + 8_000 + MS))
+            calls.append((now + 6_000, ran[-1][1] + 5_000, CallKind.SYNC, SYNC))
+            now = calls[-1][1] + step_pause_ns
+    start, end, kind, name = (np.array(column) for column in zip(*calls, strict=True))
+    zero = np.zeros(len(start), int)
+    launch = kind == CallKind.LAUNCH
+    correlation = np.where(launch, np.cumsum(launch), -1)
+    begun, ended = (np.array(column) for column in zip(*ran, strict=True))
+    nought = np.zeros(len(begun), int)
+    tables = {
+        "calls": Table(
+            "calls",
+            {
+                "start_ns": start,
+                "end_ns": end,
+                "kind": kind,
+                "name": name,
+                "process": zero,
+                "thread": zero + 7,
+                "stream": np.where(launch, 0, -1),
+                "correlation": correlation,
+            },
+        ),
+        "executions": Table(
+            "executions",
+            {
+                "start_ns": begun,
+                "end_ns": ended,
+                "engine": nought + Engine.KERNEL,
+                "name": nought + 3,
+                "process": nought,
+                "device": nought,
+                "stream": nought,
+                "correlation": correlation[launch],
+            },
+        ),
+        "streams": Table("streams", {"process": [0], "handle": [7]}),
+        "processes": Table("processes", {"pid": [1]}),
+    }
+    names = ["", "cudaLaunchKernel", "cudaStreamSynchronize", "kernel", "tokenise"]
+    return Recording([Source("made", "trace")], tables, names, has_executions=True)
+
+
+def questions(found: Examination) -> list[str]:
+    return [one.cause for one in found if one.abstains]
+
+
+def test_pauses_between_requests_of_many_steps_are_an_open_question_and_nobodys_fault():
+    found = examine(served([0, *[40 * MS] * 15], 10))
+    (gpu,) = found.account.gpus
+    assert gpu.unknown_ns()[Unknown.BETWEEN_REQUESTS] == pytest.approx(600 * MS, rel=0.01) == gpu.open_ns
+    assert not [one for one in found if not one.abstains]
+    assert "waiting_for_host" in questions(found)
+    verdict = of_recording(served([0, *[40 * MS] * 15], 10), found)
+    assert verdict.state == "undecided" and "waited for a request or prepared one" in verdict.reason
+
+
+def test_a_pause_before_each_step_is_the_step_s_own():
+    found = examine(served([12 * MS] * 40, 1))
+    (gpu,) = found.account.gpus
+    assert gpu.open_ns == 0 and {one.cause for one in found if not one.abstains} == {"gpu_starved"}
+
+
+def test_a_pause_in_which_the_thread_marks_what_it_does_is_work():
+    recording = served([0, *[40 * MS] * 15], 10)
+    start = np.concatenate(
+        [begin + np.arange(1, 5) * 6 * MS for begin in recording.calls["end_ns"][19:-1:20].astype(np.int64)]
+    )
+    zero = np.zeros(len(start), int)
+    recording.tables["ranges"] = Table(
+        "ranges",
+        {
+            "start_ns": start,
+            "end_ns": start + 5 * MS,
+            "name": zero + MARK,
+            "process": zero,
+            "thread": zero + 7,
+            "style": zero + RangeStyle.PUSH_POP,
+        },
+    )
+    found = examine(recording)
+    assert found.account.gpus[0].open_ns == 0
+    assert "gpu_starved" in {one.cause for one in found if not one.abstains}
+
+
+def slept(recording: Recording, name: str, start: np.ndarray, end: np.ndarray) -> None:
+    """The thread was in this function of the operating system, as its recorder says."""
+    zero = np.zeros(len(start), int)
+    recording.names.append(name)
+    called = {"start_ns": start, "end_ns": end, "process": zero, "thread": zero + 7}
+    recording.tables["os_calls"] = Table("os_calls", called | {"name": zero + len(recording.names) - 1})
+
+
+@pytest.mark.parametrize(("name", "state"), [("recv", "healthy"), ("epoll_wait", "healthy"), ("fsync", "undecided")])
+def test_a_thread_that_waits_for_what_others_send_was_asked_for_nothing(name, state):
+    recording = served([0, *[40 * MS] * 15], 10)
+    start = recording.calls["end_ns"][19:-1:20] + 30_000
+    slept(recording, name, start, start + 40 * MS - 20_000)
+    found = examine(recording)
+    (gpu,) = found.account.gpus
+    assert gpu.ns(Line.NOTHING_TO_DO) == pytest.approx(600 * MS if state == "healthy" else 0, rel=0.01)
+    assert of_recording(recording, found).state == state
+
+
+@pytest.mark.parametrize(("sleeps_for", "state"), [(0.2, "undecided"), (0.9, "healthy")])
+def test_who_waits_for_another_thread_of_its_process_was_asked_for_something(sleeps_for, state):
+    recording = served([0, *[40 * MS] * 15], 10)
+    start = recording.calls["end_ns"][19:-1:20] + 30_000
+    slept(recording, "epoll_wait", start, start + 40 * MS - 20_000)
+    loop = recording.os_calls
+    both = {name: np.concatenate((loop[name], loop[name])) for name in ("start_ns", "process", "name")}
+    ends = np.concatenate((loop["end_ns"], start + int(sleeps_for * 40 * MS)))
+    threads = np.concatenate((loop["thread"], loop["thread"] + 1))
+    recording.tables["os_calls"] = Table("os_calls", both | {"end_ns": ends, "thread": threads})
+    found = examine(recording)
+    assert of_recording(recording, found).state == state
+
+
+def test_a_thread_that_was_in_no_function_of_the_operating_system_worked():
+    recording = served([0, *[40 * MS] * 15], 10)
+    start = recording.calls["start_ns"][1:2]
+    slept(recording, "poll", start, start + MS)  # of a call: the recorder tells when the thread sleeps
+    found = examine(recording)
+    assert found.account.gpus[0].open_ns == 0
+    assert {one.cause for one in found if not one.abstains} == {"gpu_starved"}
+
+
+@pytest.mark.parametrize("process", ["python3", "server"])
+def test_waits_of_some_milliseconds_are_the_interpreter_s_where_the_thread_was_in_its_wait_for_the_lock(process):
+    recording = served([4 * MS] * 100, 1)
+    recording.names.append(process)
+    recording.tables["processes"] = Table("processes", {"pid": [1], "name": [len(recording.names) - 1]})
+    start = recording.calls["end_ns"][1::2] + 50_000
+    slept(recording, "pthread_cond_timedwait", start, start + 3_900_000)
+    found = examine(recording)
+    named = {one.cause for one in found if not one.abstains}
+    assert named == ({"python_or_gil_bound"} if process == "python3" else {"gpu_starved"})
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(
+    st.lists(st.integers(0, 60), min_size=2, max_size=20),
+    st.integers(1, 12),
+    st.integers(0, 3_000),
+)
+def test_a_gpu_that_idles_for_a_tenth_is_healthy_only_where_nobody_asked(pauses, steps, between_us):
+    recording = served([one * MS for one in pauses], steps, between_us * 1_000)
+    found = examine(recording)
+    (gpu,) = found.account.gpus
+    whole = gpu.to_json()
+    lines = [whole["computing_ns"], whole["nothing_to_do_ns"], *whole["not_known_ns"].values()]
+    lines += [*whole["waiting_for_copies_ns"].values(), *whole["waiting_for_host_ns"].values()]
+    assert sum(lines) == gpu.window_ns
+    if gpu.ns(*HOST) + gpu.open_ns >= 0.1 * gpu.window_ns:
+        assert of_recording(recording, found).state != "healthy"
