@@ -398,10 +398,13 @@ class Table(Mapping[str, Array]):
 
     __slots__ = ("columns", "kind")
 
-    def __init__(self, kind: str, columns: Mapping[str, Array] | None = None) -> None:
-        """Fills absent columns with the schema's default (-1 for ids, 0 for the rest) and fixes types."""
+    def __init__(self, kind: str, columns: Mapping[str, npt.ArrayLike] | None = None) -> None:
+        """Fills absent columns with the schema's default (-1 for ids, 0 for the rest) and fixes types.
+
+        A column is an array or a list of numbers; all have one length.
+        """
         schema = SCHEMAS[kind]
-        given = dict(columns or {})
+        given = {name: np.asarray(column) for name, column in (columns or {}).items()}
         unknown = set(given) - set(schema)
         if unknown:
             raise KeyError(f"{kind} has no column {sorted(unknown)}")
@@ -411,7 +414,7 @@ class Table(Mapping[str, Array]):
         for name, dtype in schema.items():
             dtype = "int32" if dtype == "name" else dtype
             if name in given:
-                column = np.asarray(given[name])
+                column = given[name]
                 if column.ndim == 1 and column.strides == (0,) and len(column) > 1:
                     column = np.broadcast_to(column[:1].astype(dtype)[0], (len(column),))
                 column = np.asarray(column, dtype=dtype)
