@@ -500,7 +500,8 @@ class Recording:
         histograms: submit-time histogram of each row of `totals`, (rows, 128) int64, buckets as in kvp.h.
         machine: facts of the machine (gpu, driver, cuda, cpu, queue_depth, channels, link_bytes_per_s ...), each with
             how it was obtained in `machine_how`.
-        has_executions: the recorder saw the device; False means occupancy can only be inferred.
+        has_executions: the recorder saw the device; False means occupancy can only be inferred. A reader need say so
+            only where there is not one execution.
         notes: one line for each thing that was not read, cut, thinned or assumed.
         lost: detail records known to be lost, by process row.
         incomplete: one line for each thing that should be here and is not: cut off, damaged, unread. Such a recording

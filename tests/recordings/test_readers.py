@@ -43,6 +43,20 @@ def test_every_reader_has_its_line():
             )
 
 
+def test_a_reader_that_fills_executions_has_seen_the_device(monkeypatch, tmp_path):
+    (tmp_path / "reader_of_executions.py").write_text(
+        "from kvprobe.recordings.model import Recording, Source, Table\n"
+        "def sniff(path, start): return start == b'seen'\n"
+        "def read(path, progress=None):\n"
+        "    executions = Table('executions', {'start_ns': [1], 'end_ns': [2]})\n"
+        "    return Recording(source=[Source(str(path), 'seen')], tables={'executions': executions})\n"
+    )
+    monkeypatch.setattr("kvprobe.recordings.__path__", [*recordings.__path__, str(tmp_path)])
+    monkeypatch.setitem(FORMATS, "seen", ("reader_of_executions", "A format of tests"))
+    (file := tmp_path / "one").write_text("seen")
+    assert open_recording(file).has_executions
+
+
 def test_a_reader_of_elsewhere_says_what_is_its_own(monkeypatch, tmp_path):
     """Before a weaker sign is taken for another format's, in folders, too."""
     (tmp_path / "reader_of_tests.py").write_text(
