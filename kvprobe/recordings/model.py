@@ -401,7 +401,8 @@ class Table(Mapping[str, Array]):
     def __init__(self, kind: str, columns: Mapping[str, npt.ArrayLike] | None = None) -> None:
         """Fills absent columns with the schema's default (-1 for ids, 0 for the rest) and fixes types.
 
-        A column is an array or a list of numbers; all have one length.
+        A column is an array or a list of numbers; all have one length. A dict of columns that is made beforehand needs
+        the annotation `dict[str, npt.ArrayLike]`.
         """
         schema = SCHEMAS[kind]
         given = {name: np.asarray(column) for name, column in (columns or {}).items()}
