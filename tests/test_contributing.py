@@ -56,7 +56,7 @@ def test_there_are_three_ways_in_and_each_registers_by_one_line():
     assert list(SECTIONS) == ["cause", "reader", "server"]
     for section in SECTIONS:
         kinds = [step.split()[0] for step in steps(section)]
-        assert kinds == ["cp", "cp", "sed", "make", ".venv/bin/python"]
+        assert set(kinds[:-3]) == {"cp"} and kinds[-3:] == ["sed", "make", ".venv/bin/python"]
 
 
 @pytest.mark.parametrize("check", ["ruff check .", "ruff format --check .", "mypy"])

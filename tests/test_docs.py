@@ -66,8 +66,12 @@ def test_links_between_the_files_lead_to_files():
 @pytest.mark.parametrize("cause", CAUSES)
 def test_a_cause_says_what_it_is_and_how_it_is_told(cause):
     found = describe(cause)
-    assert found.summary.endswith(".")
-    assert {"Mechanism", "Signature"} <= {heading for heading, _ in found.parts}
+    file = f"kvprobe/diagnosis/{cause}.py"
+    assert found.summary.endswith("."), f"{file}: its docstring begins with one sentence on one line, with a full stop"
+    missing = {"Mechanism", "Signature"} - {heading for heading, _ in found.parts}
+    assert not missing, (
+        f"{file}: its docstring lacks a paragraph that begins with {' and '.join(missing)}, a colon, a space"
+    )
 
 
 def test_an_unknown_cause_is_refused():

@@ -70,7 +70,11 @@ def over(found: dict[str, int], most: int, named: dict[str, str]) -> list[str]:
     wide = {where: size for where, size in found.items() if size > most}
     names = {where.rpartition(":")[2] for where in wide}
     return [
-        *(f"{where}: {size}, at most {most}" for where, size in wide.items() if where.rpartition(":")[2] not in named),
+        *(
+            f"{where}: {size}, at most {most}: make two of it"
+            for where, size in wide.items()
+            if where.rpartition(":")[2] not in named
+        ),
         *(f"{name} is no exception any more" for name in named if name not in names),
     ]
 
@@ -86,11 +90,13 @@ def of_python(size: object) -> dict[str, int]:
 
 
 def test_no_function_is_too_long():
-    assert not over(of_python(lines_of), MOST_LINES, LONGER)
+    found = over(of_python(lines_of), MOST_LINES, LONGER)
+    assert not found, "lines of a function: " + "; ".join(found)
 
 
 def test_no_function_is_handed_too_much():
-    assert not over(of_python(parameters_of), MOST_PARAMETERS, MORE_PARAMETERS)
+    found = over(of_python(parameters_of), MOST_PARAMETERS, MORE_PARAMETERS)
+    assert not found, "parameters of a function: " + "; ".join(found)
 
 
 def test_no_function_of_the_native_part_is_too_long():
@@ -100,7 +106,8 @@ def test_no_function_of_the_native_part_is_too_long():
         for name, lines in functions_of_c(path.read_text())
     }
     assert len(found) > 500  # it does see them
-    assert not over(found, MOST_LINES_OF_C, LONGER_IN_C)
+    long = over(found, MOST_LINES_OF_C, LONGER_IN_C)
+    assert not long, "lines of a function: " + "; ".join(long)
 
 
 def test_functions_of_c_are_told_from_what_looks_like_them():

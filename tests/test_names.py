@@ -133,8 +133,10 @@ def test_every_file_that_is_named_is_there(files, said):
             there = file in known or (ROOT / file).exists() or (ROOT / name).parent.joinpath(file).exists()
             if not (there or file in NOT_OURS or STANDS_FOR_ANOTHER.search(file)):
                 wrong.append(f"{name}:{number}: {file}")
-    assert not wrong
-    assert not unused, "no longer named: take it out of the list"
+    assert not wrong, (
+        f"no such file: {'; '.join(wrong)}; where it is none of ours, say so in NOT_OURS of {Path(__file__).name}"
+    )
+    assert not unused, f"no longer named: take it out of NOT_OURS: {', '.join(sorted(unused))}"
 
 
 def test_every_name_of_ours_is_in_the_code(files, said):
@@ -149,7 +151,7 @@ def test_every_name_of_ours_is_in_the_code(files, said):
         # what ends with an underscore begins several names
         if word not in code and not (word.endswith("_") and any(one.startswith(word) for one in code))
     ]
-    assert not wrong
+    assert not wrong, "no such name in the code: " + "; ".join(wrong)
 
 
 def test_names_are_found_in_what_is_written_for_people_alone():

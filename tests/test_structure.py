@@ -75,7 +75,8 @@ def test_a_room_imports_only_what_lies_below_it(room):
     for path in files:
         for module in imports(path):
             assert any(module == name or module.startswith(f"{name}.") for name in {*allowed, *ALONE}), (
-                f"{path.relative_to(ROOT)} imports kvprobe.{module}"
+                f"{path.relative_to(ROOT)} imports kvprobe.{module}, which does not lie below {room}: take what it "
+                f"needs as an argument, or move it; {room} may import {', '.join(sorted(allowed)) or 'nothing'}"
             )
 
 
@@ -143,7 +144,9 @@ def test_a_module_says_what_it_is_for():
                 continue
             tree = ast.parse(path.read_text())
             said = (ast.get_docstring(tree) or "").partition("\n\n")[0]
-            assert not tree.body or len(re.findall(r"\w+", said)) >= 3, path.relative_to(ROOT)
+            assert not tree.body or len(re.findall(r"\w+", said)) >= 3, (
+                f"{path.relative_to(ROOT)}: begin it with a docstring of one sentence that says what it is for"
+            )
 
 
 def test_a_public_class_has_its_name_alone():
@@ -152,7 +155,8 @@ def test_a_public_class_has_its_name_alone():
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 files.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
-    assert {name: where for name, where in files.items() if len(where) > 1} == {}
+    twice = {name: where for name, where in files.items() if len(where) > 1}
+    assert not twice, "give one of each another name: " + str(twice)
 
 
 def test_each_entry_point_of_the_project_leads_to_what_is_there():
@@ -183,5 +187,7 @@ def test_what_the_pages_name_is_there(page):
         if "NAME" in file:  # stands for the reader's own
             continue
         path = ROOT / file
-        assert path.exists(), f"{page}: {file}"
-        assert not function or re.search(rf"\b{function}\b", path.read_text()), f"{page}: {file}:{function}"
+        assert path.exists(), f"{page} names {file}, which is not there"
+        assert not function or re.search(rf"\b{function}\b", path.read_text()), (
+            f"{page} names {file}:{function}, which is not in it"
+        )

@@ -24,7 +24,10 @@ def read(path: Path, progress: Callable[[str, float], None] | None = None) -> Re
     """One process, one thread, every line a copy to the GPU."""
     recording = Recording(source=[Source(str(path), "csv", bytes=path.stat().st_size)])
     with path.open(newline="") as file:
-        rows = list(csv.reader(file))[1:]
+        try:
+            rows = list(csv.reader(file))[1:]
+        except csv.Error as error:  # which is no ValueError
+            raise ValueError(str(error)) from error
     if rows and len(rows[-1]) < len(HEAD):
         recording.incomplete.append(f"{path.name} is cut off in its last line: read up to there")
         rows.pop()

@@ -46,7 +46,8 @@ def test_a_file_that_is_cut_off_is_read_up_to_there(file):
     assert recording.calls.rows == 99 and recording.incomplete
 
 
-def test_a_file_that_is_damaged_is_refused(file):
-    file.write_text(file.read_text().replace("5000", "many"))
+@pytest.mark.parametrize("instead", ["many", "9" * 30, "x" * 200_000], ids=["a word", "too large", "too long"])
+def test_a_file_that_is_damaged_is_refused(file, instead):
+    file.write_text(file.read_text().replace("5000", instead))
     with pytest.raises(RecordingError, match="damaged"):
         open_recording(file)

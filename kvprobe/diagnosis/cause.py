@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from kvprobe.account import Line
     from kvprobe.diagnosis.finding import Finding, NotLookedFor
     from kvprobe.diagnosis.joined import JoinedRecording
 
@@ -18,10 +19,13 @@ class Cause(Protocol):
     Attributes:
         CAUSE: its name, which is its file's: `cause_of(__name__)`.
         OF_EXECUTIONS: whether it is told by what the device executed: not looked for in a recording without that.
+        PROVES: the line of the account that a GPU's waiting belongs to where this cause explains it; None: as the
+            account has it already.
     """
 
     CAUSE: str
     OF_EXECUTIONS: bool = False
+    PROVES: Line | None = None
 
     def find(self, joined: JoinedRecording) -> Finding | None:
         """The cause in this recording, None where it is not there."""
@@ -42,7 +46,7 @@ class _File(Cause):
     def __init__(self, name: str) -> None:
         self._module = import_module(f"kvprobe.diagnosis.{name}")
         self.CAUSE = self._module.CAUSE
-        for member in ("OF_EXECUTIONS", "not_shown", "open_question"):
+        for member in ("OF_EXECUTIONS", "PROVES", "not_shown", "open_question"):
             if hasattr(self._module, member):
                 setattr(self, member, getattr(self._module, member))
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
 
 import numpy as np
 
 from kvprobe.account import COPIES, HOST, Account, Line
 from kvprobe.account.chain import saved_by_host
+from kvprobe.diagnosis.cause import load_cause
 from kvprobe.recordings.intervals import distinct, group_starts
 from kvprobe.recordings.model import Array
 
@@ -18,9 +18,8 @@ _CALLERS = 32  # threads whose part is played one by one; those with the largest
 
 
 def proven_line(cause: str) -> Line | None:
-    """The line that a GPU's waiting belongs to, once this cause is proven of it: `PROVES` of the cause's module."""
-    line: Line | None = getattr(import_module(f"kvprobe.diagnosis.{cause}"), "PROVES", None)
-    return line
+    """The line that a GPU's waiting belongs to, once this cause is proven of it."""
+    return load_cause(cause).PROVES
 
 
 @dataclass(frozen=True)

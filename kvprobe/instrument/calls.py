@@ -80,7 +80,10 @@ class TimedCalls(Adapter):
     def describe(
         self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> dict[str, Any]:
-        """Fields for the event: `bytes`, `copies`, `cause`, and others. Called after the server's function."""
+        """Fields for the event: `bytes`, `copies`, `cause`, and others. Called after the server's function.
+
+        `args` and `kwargs` are as the caller gave them; of a method `args[0]` is the object.
+        """
         return {}
 
     def before(self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

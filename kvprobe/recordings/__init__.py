@@ -120,6 +120,7 @@ def _read(form: str, what: Path | list[Path], progress: Progress | None) -> Reco
             recording = reader.read(what, progress)
         from kvprobe.recordings.assemble import bounded
 
+        recording.has_executions |= recording.executions.rows > 0
         return bounded(recording)
     except (ValueError, LookupError, ArithmeticError, TypeError, RecursionError, MemoryError) as error:
         if isinstance(error, KvprobeError):

@@ -406,10 +406,14 @@ class Table(Mapping[str, Array]):
 
     __slots__ = ("columns", "kind")
 
-    def __init__(self, kind: str, columns: Mapping[str, Array] | None = None) -> None:
-        """Fills absent columns with the schema's default (-1 for ids, 0 for the rest) and fixes types."""
+    def __init__(self, kind: str, columns: Mapping[str, npt.ArrayLike] | None = None) -> None:
+        """Fills absent columns with the schema's default (-1 for ids, 0 for the rest) and fixes types.
+
+        A column is an array or a list of numbers; all have one length. A dict of columns that is made beforehand needs
+        the annotation `dict[str, npt.ArrayLike]`.
+        """
         schema = SCHEMAS[kind]
-        given = dict(columns or {})
+        given = {name: np.asarray(column) for name, column in (columns or {}).items()}
         unknown = set(given) - set(schema)
         if unknown:
             raise KeyError(f"{kind} has no column {sorted(unknown)}")
@@ -419,7 +423,7 @@ class Table(Mapping[str, Array]):
         for name, dtype in schema.items():
             dtype = "int32" if dtype == "name" else dtype
             if name in given:
-                column = np.asarray(given[name])
+                column = given[name]
                 if column.ndim == 1 and column.strides == (0,) and len(column) > 1:
                     column = np.broadcast_to(column[:1].astype(dtype)[0], (len(column),))
                 column = np.asarray(column, dtype=dtype)
@@ -505,7 +509,8 @@ class Recording:
         histograms: submit-time histogram of each row of `totals`, (rows, 128) int64, buckets as in kvp.h.
         machine: facts of the machine (gpu, driver, cuda, cpu, queue_depth, channels, link_bytes_per_s ...), each with
             how it was obtained in `machine_how`.
-        has_executions: the recorder saw the device; False means occupancy can only be inferred.
+        has_executions: the recorder saw the device; False means occupancy can only be inferred. A reader need say so
+            only where there is not one execution.
         notes: one line for each thing that was not read, cut, thinned or assumed.
         lost: detail records known to be lost, by process row.
         incomplete: one line for each thing that should be here and is not: cut off, damaged, unread. Such a recording

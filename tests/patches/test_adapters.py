@@ -8,11 +8,13 @@ ADAPTERS = [kind for server in registry.SERVERS for kind in registry.adapter_cla
 
 
 @pytest.mark.parametrize("kind", ADAPTERS, ids=lambda kind: kind.name)
-def test_it_says_what_it_is_for_and_what_it_touches(kind):
-    assert kind.name.startswith(kind.server + ".")
-    assert kind.summary
-    assert kind.targets
-    assert all(target.module.split(".")[0] == registry.SERVERS[kind.server].package for target in kind.targets)
+def test_it_touches_its_own_server_alone(kind):
+    package = registry.SERVERS[kind.server].package
+    for target in kind.targets:
+        assert target.module.split(".")[0] == package, (
+            f"{kind.name} touches {target}, which is not in {package}, "
+            "the package that its line in SERVERS names: an adapter comes in when that is imported"
+        )
 
 
 @pytest.mark.parametrize("kind", ADAPTERS, ids=lambda kind: kind.name)

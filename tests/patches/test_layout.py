@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,18 @@ def test_no_link_stands_in_for_them():
 def test_a_server_is_a_line_and_a_file(server):
     line = registry.SERVERS[server]
     for kind in importlib.import_module(f"kvprobe.patches.{server}").ADAPTERS:
-        assert kind.name.startswith(f"{server}.") and kind.server == server
+        assert kind.name.startswith(f"{server}."), (
+            f'{kind.__name__}: its name is "{kind.name}": call it "{server}.SOMETHING"'
+        )
         assert kind.distributions == line.distributions and kind.versions
-        assert kind.summary.endswith(".") and kind.targets
+        assert kind.summary.endswith("."), f"{kind.name}: give it a summary, one sentence with a full stop"
+        assert kind.targets, f"{kind.name}: list what it touches in `timed` or `targets`"
+
+
+def test_every_file_of_adapters_has_its_line():
+    for path in sorted((ROOT / "patches").glob("*.py")):
+        if re.search(r"^ADAPTERS\b", path.read_text(), re.MULTILINE):
+            assert path.stem in registry.SERVERS, (
+                f"patches/{path.name} comes into no process: add its line to "
+                "kvprobe/instrument/carried/kvprobe_startup.py:SERVERS"
+            )

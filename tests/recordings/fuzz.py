@@ -46,8 +46,8 @@ BATCH = 10_000
 SEEDS_GROWN = 300  # mutants that a batch takes as seeds at most
 
 Files = dict[str, bytes]
-# How many of a million mutants are of each format.
-SHARES = {
+# How many of a million mutants are of each format, but for those whose seeds are `own_seeds`.
+_SHARES = {
     "kineto": 0.27,
     "kineto-gz": 0.06,
     "sqlite": 0.20,
@@ -60,6 +60,20 @@ SHARES = {
     "summary": 0.04,
     "several": 0.028,
 }
+
+
+def own_seeds() -> dict[str, list[Path]]:
+    """Format -> the files `FORMAT.EXTENSION` of the corpus: what a reader brings for its mutants to descend from."""
+    from kvprobe.recordings import FORMATS
+
+    found: dict[str, list[Path]] = {}
+    for path in sorted(CORPUS.glob("*.*")):
+        if path.is_file() and (form := path.name.partition(".")[0]) in FORMATS:
+            found.setdefault(form, []).append(path)
+    return found
+
+
+SHARES = {**dict.fromkeys(own_seeds(), 0.03), **_SHARES}
 
 
 class Late(BaseException):

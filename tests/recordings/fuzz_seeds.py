@@ -131,8 +131,11 @@ def arrow_exports(exports: list[bytes]) -> Iterator[Files]:
 @functools.cache
 def seeds() -> dict[str, list[Files]]:
     """A few small recordings of each format."""
+    from fuzz import own_seeds
+
+    brought = {form: [files_of(path) for path in paths] for form, paths in own_seeds().items()}
     with tempfile.TemporaryDirectory() as folder:
-        return _seeds(Path(folder))
+        return {**brought, **_seeds(Path(folder))}
 
 
 def _seeds(folder: Path) -> dict[str, list[Files]]:

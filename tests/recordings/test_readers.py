@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -21,12 +22,39 @@ def test_a_reader_offers_what_its_contract_says(form):
     module = import_module(f"kvprobe.recordings.{FORMATS[form][0]}")
     inspect.signature(module.read).bind(Path("x"))
     inspect.signature(module.read).bind(Path("x"), None)
-    assert inspect.signature(module.read).return_annotation == "Recording"
+    assert inspect.signature(module.read).return_annotation == "Recording", f"{form}: annotate read() -> Recording"
     if hasattr(module, "sniff"):
-        assert shape(module.sniff) == shape(functions(Reader)["sniff"])
+        assert shape(module.sniff) == shape(functions(Reader)["sniff"]), (
+            f"{form}: write sniff(path: Path, start: bytes) -> bool"
+        )
     loaded = load_reader(FORMATS[form][0])
-    assert isinstance(loaded.suffixes, tuple)
-    assert form in recordings._TOLD_HERE or hasattr(module, "sniff"), f"nothing tells that a file is {form}"
+    assert isinstance(loaded.suffixes, tuple), f'{form}: write suffixes = (".ending",)'
+    assert form in recordings._TOLD_HERE or hasattr(module, "sniff"), (
+        f"nothing tells that a file is {form}: give its reader sniff(path, start)"
+    )
+
+
+def test_every_reader_has_its_line():
+    registered = {module for module, _ in FORMATS.values()}
+    for path in sorted(Path(recordings.__file__).parent.glob("*.py")):
+        if path.name != "__init__.py" and re.search(r"^def sniff\(", path.read_text(), re.MULTILINE):
+            assert path.stem in registered, (
+                f"{path.name} reads nothing: add its line to kvprobe/recordings/__init__.py:FORMATS"
+            )
+
+
+def test_a_reader_that_fills_executions_has_seen_the_device(monkeypatch, tmp_path):
+    (tmp_path / "reader_of_executions.py").write_text(
+        "from kvprobe.recordings.model import Recording, Source, Table\n"
+        "def sniff(path, start): return start == b'seen'\n"
+        "def read(path, progress=None):\n"
+        "    executions = Table('executions', {'start_ns': [1], 'end_ns': [2]})\n"
+        "    return Recording(source=[Source(str(path), 'seen')], tables={'executions': executions})\n"
+    )
+    monkeypatch.setattr("kvprobe.recordings.__path__", [*recordings.__path__, str(tmp_path)])
+    monkeypatch.setitem(FORMATS, "seen", ("reader_of_executions", "A format of tests"))
+    (file := tmp_path / "one").write_text("seen")
+    assert open_recording(file).has_executions
 
 
 def test_a_reader_of_elsewhere_says_what_is_its_own(monkeypatch, tmp_path):
