@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -448,10 +449,8 @@ class _StepSplit:
         late_later = np.bincount(place[~self.is_first[waits]], minlength=len(who))
         order = np.argsort(of_step, kind="stable")
         bounds = np.searchsorted(of_step[order], np.arange(len(who) + 1))
-        steps = number[order].tolist()
+        steps, ends = number[order].tolist(), bounds.tolist()
         of_each = zip(  # plain values at once: there may be thousands
-            bounds[:-1].tolist(),
-            bounds[1:].tolist(),
             told.name[who].tolist(),
             told.of_process[who].tolist(),
             first[who].tolist(),
@@ -460,12 +459,13 @@ class _StepSplit:
             late_later.tolist(),
             total,
             total.argmax(axis=1).tolist() if len(who) else (),
+            (steps[a:b] for a, b in itertools.pairwise(ends)),
             strict=True,
         )
         out = [
             LateRequest(
-                self.recording.text(name), self._pid(process), took, late, tokens, slow, parts, PART_KEYS[part], steps[a:b]
+                self.recording.text(name), self._pid(process), took, late, tokens, many, parts, PART_KEYS[part], slow
             )
-            for a, b, name, process, took, late, tokens, slow, parts, part in of_each
+            for name, process, took, late, tokens, many, parts, part, slow in of_each
         ]
         return [out[at] for at in np.argsort(-total.sum(axis=1), kind="stable").tolist()]

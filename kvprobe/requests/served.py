@@ -145,7 +145,7 @@ def _stable(number: Array) -> Array:
 
 
 def _joined(recording: Recording, rows: Array, among: Array | None = None) -> tuple[Array, Array, Array]:
-    """Rows of `step_requests`, all or `among` these, and which of the steps in `rows` each is of; last, those of none."""
+    """Rows of `step_requests`, or those `among` them, that are of steps in `rows`; of which each is; and the others."""
     table, of = recording.steps, recording.step_requests
     ids, processes = (of[name] if among is None else of[name][among] for name in ("id", "process"))
     most = int(max(table["id"].max(initial=0), ids.max(initial=0))) + 1
