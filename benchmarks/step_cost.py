@@ -144,7 +144,7 @@ def sglang(arguments, folder):
     import sglang_platform
 
     sglang_platform.activate()
-    from sglang import Engine
+    from sglang.srt.entrypoints.engine import Engine
     from sglang_engine import write_model
 
     class Watched(Engine):
