@@ -8,7 +8,7 @@ alone, and no model, no scheduler. Every eight steps they go in or out; before e
 millisecond, so that kvprobe's own thread has its turn, and then works for a while, as a server's own code would.
 Printed, per step: the CPU time more with the hooks in, as the difference of medians and of tenth percentiles (where
 other programs disturbed least), the former as a share of a step of 10 ms; and the CPU time of kvprobe's own thread,
-which makes the lines. `benchmarks/step_cost.py` measures vLLM's whole engine.
+which makes the lines. `benchmarks/step_cost.py` measures real servers.
 """
 
 from __future__ import annotations

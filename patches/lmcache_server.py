@@ -10,15 +10,15 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from kvprobe.instrument import event_log, metrics, step_log
 from kvprobe.instrument.adapter import Adapter, Target
 from kvprobe.instrument.benefit import BenefitTotals
-from kvprobe.instrument.calls import TimedCalls, TimedFunction, timed
+from kvprobe.instrument.calls import Fields, TimedCalls, TimedFunction, timed
 from kvprobe.instrument.hooks import Call, Patcher
 
 _GROUPS = "lmcache.v1.multiprocess.object_group_transfer"
@@ -83,6 +83,7 @@ class EngineDriven(TimedCalls):
 
     name, versions = "lmcache.engine_driven", ">=0.5.6,<0.6"
     summary = "Times the server's side of engine-driven transfers: what it takes over and hands out."
+    apart = True
     timed = (
         timed(_ENGINE_DRIVEN, "EngineDrivenTransferModule.prepare_store", _RANGE, "store"),
         timed(
@@ -101,9 +102,7 @@ class EngineDriven(TimedCalls):
         ),
     )
 
-    def describe(
-        self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> dict[str, Any]:
+    def describe(self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Fields:
         """Chunks and their bytes: in the message itself, or in the places of the shared memory that it names."""
         if entry.target.path.endswith("commit_store"):
             inline = kwargs["cpu_data"] if "cpu_data" in kwargs else args[3]
@@ -112,13 +111,16 @@ class EngineDriven(TimedCalls):
             if places:
                 return {"copies": len(places), "bytes": sum(int(one["length"]) for one in places)}
             inline = getattr(result, "data", b"")
-        return whole_chunks(*args[:3], **kwargs) if inline else {}
+        if not inline:
+            return {}
+        key, instance_id = _range(args, kwargs)
+        layout = args[0]._engine_driven_contexts[instance_id].metadata.layout_desc  # a worker may leave meanwhile
+        return partial(whole_chunks, args[0].context.chunk_size, key, layout)
 
 
-def whole_chunks(module: Any, key: Any, instance_id: int, **kwargs: Any) -> dict[str, Any]:
+def whole_chunks(chunk_size: int, key: Any, layout: Any) -> dict[str, Any]:
     """All chunks of a range, of the layout that the worker registered."""
-    chunks = (key.end - key.start) // module.context.chunk_size
-    layout = module._engine_driven_contexts[instance_id].metadata.layout_desc
+    chunks = (key.end - key.start) // chunk_size
     one = sum(math.prod(shape) * dtype.itemsize for shape, dtype in zip(layout.shapes, layout.dtypes, strict=True))
     return {"copies": chunks, "bytes": chunks * one}
 
@@ -167,15 +169,15 @@ class ServerOffload(Adapter):
 
     def patch(self, patcher: Patcher, module: ModuleType) -> None:
         """Wrap what this module has of it."""
-        every: dict[str, dict[str, Callable[..., Any]]] = {
-            _LOOKUP: {"_consume_prefetch_result": self.looked_up},
+        around: dict[str, dict[str, Callable[..., Any]]] = {
             _L1: {"finish_write": self.stored, "delete": self.deleted, "clear": self.cleared},
-            _STORAGE: {
-                "_read_objects": self.read,
-                "prepare_read_completion": self.prepared,
-                "finish_read_by_owner": self.finished,
-            },
-            _LMCACHE_DRIVEN: {"retrieve": self.retrieve, "store_with_chunk_mask": self.kept},
+            _STORAGE: {"prepare_read_completion": self.prepared, "finish_read_by_owner": self.finished},
+            _LMCACHE_DRIVEN: {"retrieve": self.retrieve},
+        }
+        behind: dict[str, dict[str, Callable[..., None]]] = {
+            _LOOKUP: {"_consume_prefetch_result": self.looked_up},
+            _STORAGE: {"_read_objects": self.read},
+            _LMCACHE_DRIVEN: {"store_with_chunk_mask": self.kept},
             _ENGINE_DRIVEN: {
                 "prepare_store": self.awaited,
                 "commit_store": self.given,
@@ -184,44 +186,50 @@ class ServerOffload(Adapter):
             },
         }
         owners = {target.path.split(".")[0] for target in self.targets if target.module == module.__name__}
-        for name, hook in every[module.__name__].items():
+        for name, hook in around.get(module.__name__, {}).items():
             patcher.wrap(getattr(module, *owners), name, hook)
+        for name, note in behind.get(module.__name__, {}).items():
+            patcher.watch(getattr(module, *owners), name, note)
 
     def step_aside(self) -> None:
         """The last figures."""
+        event_log.flush()
         if self._account is not None:
             self._account.tell()
 
-    @contextmanager
-    def counting(self) -> Iterator[BenefitTotals | None]:
-        """The account, for this thread alone; None while nobody would hear of it."""
-        with self._lock:
-            if self._account is None and (event_log.wanted() or metrics.exposed()):
-                self._account = BenefitTotals(self.name, "server")
-            yield self._account
+    def account(self) -> BenefitTotals | None:
+        """The account, to be used under the lock; None while nobody would hear of it."""
+        if self._account is None and (event_log.wanted() or metrics.exposed()):
+            with self._lock:
+                self._account = self._account or BenefitTotals(self.name, "server")
+        return self._account
 
-    def looked_up(self, call: Call, module: Any, job: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around the one place where a look-up's result becomes known; None while it is not."""
-        found = call()
-        if found is not None:
-            with self.counting() as account:
-                if account is not None:
-                    account.admitted(job.request_id, job.requested_tokens, None, 0)
-                    if found:
-                        self._found[job.request_id] = None
-                        if len(self._found) > _MAX_FOUND:
-                            del self._found[next(iter(self._found))]
-        return found
+    def _count(self, what: Callable[..., None], *arguments: Any) -> None:
+        """Of chunks, on kvprobe's own thread, in the order in which they came."""
+        with self._lock:
+            what(*arguments)
+
+    def looked_up(self, _: int, found: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Behind the one place where a look-up's result becomes known; None while it is not."""
+        if found is not None and (account := self.account()) is not None:
+            job = args[1] if len(args) > 1 else kwargs["job"]
+            with self._lock:
+                account.admitted(job.request_id, job.requested_tokens, None, 0)
+                if found:
+                    self._found[job.request_id] = None
+                    if len(self._found) > _MAX_FOUND:
+                        del self._found[next(iter(self._found))]
 
     def stored(self, call: Call, manager: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
         """Around `finish_write`: a chunk that is there already is thrown away, and not stored."""
-        fresh = [key for key in keys if key not in manager._objects]
+        held = manager._objects
+        fresh = [key for key in keys if key not in held]
         result = call()
-        with self.counting() as account:
-            for key in fresh:
-                entry = manager._objects.get(key)
-                if account is not None and entry is not None and not entry.is_temporary:
-                    account.stored((key,), object_bytes((entry.memory_obj,)))
+        if (account := self.account()) is not None:
+            for size, kept in _by_size(
+                (key, entry.memory_obj) for key in fresh if (entry := held.get(key)) and not entry.is_temporary
+            ):
+                event_log.later(self._count, account.stored, kept, size)
         return result
 
     def deleted(self, call: Call, manager: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -240,74 +248,67 @@ class ServerOffload(Adapter):
 
     def gone(self, manager: Any, keys: list[Any]) -> None:
         """Counts those of the keys that are there no more."""
-        with self.counting() as account:
-            if account is not None:
-                account.evicted([key for key in keys if key not in manager._objects])
+        if (account := self.account()) is not None:
+            event_log.later(self._count, account.evicted, [key for key in keys if key not in manager._objects])
 
-    def read(self, call: Call, *args: Any, **kwargs: Any) -> Any:
-        """Around the one place through which stored chunks are read for a worker."""
-        result = call()
-        with self.counting() as account:
-            for key, (_, found) in result.items():
-                if account is not None and found is not None:
-                    account.loaded((key,), object_bytes((found,)))
-        return result
+    def read(self, _: int, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Behind the one place through which stored chunks are read for a worker."""
+        if (account := self.account()) is not None:
+            for size, had in _by_size((key, found) for key, (_, found) in result.items() if found is not None):
+                event_log.later(self._count, account.loaded, had, size)
 
-    def begins(self, account: BenefitTotals, module: Any, key: Any, instance_id: int) -> Any:
+    def begins(self, account: BenefitTotals, key: Any, instance_id: int, at_ns: int) -> Any:
         """The load of a request that a look-up found; None for the other ranks of it, which load at the same time."""
         if key.request_id not in self._found:
             return None
         del self._found[key.request_id]
         load = (key.request_id, instance_id)
-        account.waits(load)
-        self._begins(load, key)
+        account.waits(load, at_ns)
+        self._begins(load, key, at_ns)
         return load
 
-    def _begins(self, what: Any, key: Any) -> None:
+    def _begins(self, what: Any, key: Any, at_ns: int) -> None:
         if len(self._since) >= _MAX_FOUND:  # of workers that never came back
             self._since.clear()
-        self._since[what] = time.monotonic_ns(), key.end - key.start
+        self._since[what] = at_ns, key.end - key.start
 
-    def _ended(self, phase: str, what: Any) -> None:
+    def _ended(self, phase: str, what: Any, at_ns: int) -> None:
         began = self._since.pop(what, None)
         if began is not None:
-            tell(phase, what[0], began[0], time.monotonic_ns(), began[1])
+            tell(phase, what[0], began[0], at_ns, began[1])
 
-    def kept(self, call: Call, module: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around `store_with_chunk_mask`; the last part of its result says which chunks were taken."""
-        began_ns = time.monotonic_ns()
-        result = call()
+    def kept(self, began_ns: int, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Behind `store_with_chunk_mask`; the last part of its result says which chunks were taken."""
         if any(result[2]):
+            key, _ = _range(args, kwargs)
             tell("store", key.request_id, began_ns, time.monotonic_ns(), key.end - key.start)
-        return result
 
-    def awaited(self, call: Call, module: Any, key: Any, instance_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Around `prepare_store`: the worker copies into what this returns, and then says so."""
+    def awaited(self, began_ns: int, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Behind `prepare_store`: the worker copies into what this returns, and then says so."""
+        key, instance_id = _range(args, kwargs)
         with self._lock:
-            self._begins((key.request_id, instance_id, "store"), key)
-        return call()
+            self._begins((key.request_id, instance_id, "store"), key, began_ns)
 
-    def given(self, call: Call, module: Any, key: Any, instance_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Around `commit_store`."""
-        result = call()
+    def given(self, _: int, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Behind `commit_store`."""
         if result:
+            key, instance_id = _range(args, kwargs)
             with self._lock:
-                self._ended("store", (key.request_id, instance_id, "store"))
-        return result
+                self._ended("store", (key.request_id, instance_id, "store"), time.monotonic_ns())
 
     def retrieve(self, call: Call, module: Any, key: Any, instance_id: int, *args: Any, **kwargs: Any) -> Any:
         """Around `retrieve`: it submits the copies; `finished` tells their end."""
-        with self.counting() as account:
-            self._loading.load = load = account and self.begins(account, module, key, instance_id)
+        account = self.account()
+        with self._lock:
+            self._loading.load = load = account and self.begins(account, key, instance_id, time.monotonic_ns())
         try:
             result = call()
         finally:
             self._loading.load = None
-        if load is not None and result[1]:
+        if account is not None and load is not None and result[1]:
             skipped = kwargs.get("skip_first_n_tokens", args[2] if len(args) > 2 else 0)
-            with self.counting() as account:
-                if account is not None:
-                    account.add("hit_tokens", max(0, key.end - key.start - skipped))
+            with self._lock:
+                account.add("hit_tokens", max(0, key.end - key.start - skipped))
         return result
 
     def prepared(self, call: Call, *args: Any, **kwargs: Any) -> Any:
@@ -321,7 +322,8 @@ class ServerOffload(Adapter):
 
     def finished(self, call: Call, manager: Any, completion: Any, *args: Any, **kwargs: Any) -> Any:
         """Around `finish_read_by_owner`, which the device's stream calls when the copies before it are over."""
-        with self.counting() as account:
+        account = self.account()
+        with self._lock:
             first = completion[0][1][0] if completion and completion[0][1] else None
             loads = self._ending.get(first)
             if loads:
@@ -329,36 +331,51 @@ class ServerOffload(Adapter):
                 if not loads:
                     del self._ending[first]
                 if account is not None:
-                    account.arrived(load)
-                    self._ended("load", load)
+                    self._arrived(account, load, time.monotonic_ns())
         return call()
 
-    def handed_out(self, call: Call, module: Any, key: Any, instance_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Around `prepare_retrieve`: the worker copies what this returns, and then says so."""
-        with self.counting() as account:
-            load = account and self.begins(account, module, key, instance_id)
-        result = call()
-        if load is not None and result.success:
-            with self.counting() as account:
-                if account is not None:
+    def _arrived(self, account: BenefitTotals, load: Any, at_ns: int) -> None:
+        account.arrived(load, at_ns)
+        self._ended("load", load, at_ns)
+
+    def handed_out(self, began_ns: int, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Behind `prepare_retrieve`: the worker copies what this returns, and then says so."""
+        if (account := self.account()) is not None:
+            key, instance_id = _range(args, kwargs)
+            with self._lock:
+                load = self.begins(account, key, instance_id, began_ns)
+                if load is not None and result.success:
                     account.add("hit_tokens", key.end - key.start)
-        return result
 
-    def taken(self, call: Call, module: Any, key: Any, instance_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Around `commit_retrieve`."""
-        with self.counting() as account:
-            if account is not None:
-                load = (key.request_id, instance_id)
-                account.arrived(load)
-                self._ended("load", load)
-        return call()
+    def taken(self, began_ns: int, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Behind `commit_retrieve`, which is asked for when the blocks are there."""
+        if (account := self.account()) is not None:
+            key, instance_id = _range(args, kwargs)
+            with self._lock:
+                self._arrived(account, (key.request_id, instance_id), began_ns)
 
 
 def tell(phase: str, request: Any, began_ns: int, ended_ns: int, tokens: int | None = None) -> None:
     """A load or a store of one request's blocks, where LMCache was told whose they are; `tokens` where it is known."""
-    if request is not None and step_log.wanted():
+    if request is not None and step_log.wanted_at(ended_ns):
         computed = None if tokens is None else (tokens,)
         step_log.told((began_ns, ended_ns), None, phase, (str(request),), 0, computed, "lmcache")
+
+
+def _range(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, int]:
+    """Of a call with _RANGE: its key and whose it is."""
+    if len(args) > 2:
+        return args[1], args[2]
+    given = {**dict(zip(_RANGE, args[1:], strict=False)), **kwargs}
+    return given["key"], given["instance_id"]
+
+
+def _by_size(pairs: Iterable[tuple[Any, Any]]) -> Iterable[tuple[int, list[Any]]]:
+    """Keys by the bytes of their objects, in their order; mostly all of one size."""
+    found: dict[int, list[Any]] = {}
+    for key, one in pairs:
+        found.setdefault(object_bytes((one,)), []).append(key)
+    return found.items()
 
 
 def object_bytes(objects: Any) -> int:

@@ -92,7 +92,8 @@ def _gpus(joined: Joined, process: Array, device: Array) -> Iterator[tuple[int, 
 
 def _of_executions(joined: Joined) -> Iterator[Activity]:
     table = joined.recording.executions
-    copy_kernels = [i for i, name in enumerate(joined.recording.names) if any(one in name for one in COPY_KERNELS)]
+    names = [(one, joined.recording.text(one)) for one in distinct(table["name"]).tolist()]
+    copy_kernels = [one for one, name in names if any(part in name for part in COPY_KERNELS)]
     copying = table["engine"] == Engine.COPY
     if copy_kernels:
         copying |= np.isin(table["name"], np.array(copy_kernels, dtype=np.int32))

@@ -30,6 +30,7 @@ from kvprobe.diagnosis.finding import (
     cause_of,
 )
 from kvprobe.diagnosis.joined import CRITICAL, JoinedRecording, ms
+from kvprobe.recordings.intervals import distinct
 from kvprobe.recordings.model import Array, CallKind, Direction, Memory
 
 CAUSE = cause_of(__name__)
@@ -60,8 +61,8 @@ class _Excess:
 def _samples(joined: JoinedRecording, direction: Direction) -> tuple[Array, Array]:
     """Times of the counter's samples and its values, of all devices together."""
     table = joined.recording.samples
-    named = np.array([joined.text(name) == COUNTER[direction] for name in range(len(joined.recording.names))])
-    rows = np.flatnonzero(named[table["metric"]]) if table.rows else np.zeros(0, dtype=np.int64)
+    metrics = [metric for metric in distinct(table["metric"]).tolist() if joined.text(metric) == COUNTER[direction]]
+    rows = np.flatnonzero(np.isin(table["metric"], metrics))
     # the devices of one look come within milliseconds of one another
     moment, place = np.unique(table["time_ns"][rows] // 50_000_000, return_inverse=True)
     values = np.bincount(place, weights=table["value"][rows], minlength=len(moment))

@@ -102,16 +102,16 @@ class BenefitTotals:
             self.add("gpu_hit_tokens", gpu_hit_tokens)
         self.add("hit_tokens", hit_tokens)
 
-    def waits(self, request: Hashable) -> None:
-        """A request waits from now on until its blocks have arrived."""
+    def waits(self, request: Hashable, at_ns: int | None = None) -> None:
+        """A request waits from then on, or from now on, until its blocks have arrived."""
         if len(self._waiting) < _MAX_REQUESTS:
-            self._waiting.setdefault(request, time.monotonic_ns())
+            self._waiting.setdefault(request, time.monotonic_ns() if at_ns is None else at_ns)
 
-    def arrived(self, request: Hashable) -> None:
-        """The blocks of a request have arrived."""
+    def arrived(self, request: Hashable, at_ns: int | None = None) -> None:
+        """The blocks of a request have arrived, then or now."""
         since_ns = self._waiting.pop(request, None)
         if since_ns is not None:
-            self.waited(time.monotonic_ns() - since_ns)
+            self.waited((time.monotonic_ns() if at_ns is None else at_ns) - since_ns)
 
     def waited(self, wait_ns: int) -> None:
         """A request, or the thread that runs the model, waited so long for a load."""
@@ -224,6 +224,7 @@ class BenefitTotals:
 
 
 def _at_end() -> None:
+    event_log.flush()  # what adapters left to be counted
     for account in list(_all):
         account.tell()
     event_log.flush()

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from kvprobe.instrument import event_log, metrics, nvtx_marks
 from kvprobe.instrument.adapter import Adapter, Target
 from kvprobe.instrument.hooks import Call, Patcher
 
-__all__ = ["NOTHING", "TimedCalls", "TimedFunction"]
+__all__ = ["NOTHING", "Fields", "TimedCalls", "TimedFunction"]
 
 NOTHING = object()  # what `before` and `after` return of a call that moves nothing: it is no event
 
@@ -39,6 +40,10 @@ def timed(module: str, path: str, parameters: tuple[str, ...] | None, direction:
     return TimedFunction(Target(module, path, parameters), direction, cause)
 
 
+Fields: TypeAlias = dict[str, Any] | Callable[[], dict[str, Any]]
+_NO_RANGE = contextlib.nullcontext()
+
+
 class _Open:
     """A timed call that is running: whose, its name, what `before` remembered, and what timed calls inside moved."""
 
@@ -54,9 +59,14 @@ _thread = (
 
 
 class TimedCalls(Adapter):
-    """Subclasses list functions in `timed` and say in `describe` what a call moved."""
+    """Subclasses list functions in `timed` and say in `describe` what a call moved.
+
+    Attributes:
+        apart: none of these calls is inside another one, or needs `before` or `after`: then they cost less.
+    """
 
     timed: ClassVar[tuple[TimedFunction, ...]]
+    apart: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """The targets are the functions to time, and what a subclass adds."""
@@ -75,14 +85,16 @@ class TimedCalls(Adapter):
                 owner = getattr(owner, part)
             raw = inspect.getattr_static(owner, name)
             stepwise = inspect.isgeneratorfunction(inspect.unwrap(getattr(raw, "__func__", raw)))
-            patcher.wrap(owner, name, self._stepwise(entry) if stepwise else self._whole(entry))
+            if self.apart and not stepwise and not nvtx_marks.listening():
+                patcher.watch(owner, name, self._behind(entry))
+            else:
+                patcher.wrap(owner, name, self._stepwise(entry) if stepwise else self._whole(entry))
 
-    def describe(
-        self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> dict[str, Any]:
+    def describe(self, entry: TimedFunction, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Fields:
         """Fields for the event: `bytes`, `copies`, `cause`, and others. Called after the server's function.
 
-        `args` and `kwargs` are as the caller gave them; of a method `args[0]` is the object.
+        Or a function that finds them, on kvprobe's own thread as a rule. `args` and `kwargs` are as the caller gave
+        them; of a method `args[0]` is the object.
         """
         return {}
 
@@ -105,6 +117,9 @@ class TimedCalls(Adapter):
         return mine.remembered if mine is not None else None
 
     def _whole(self, entry: TimedFunction) -> Callable[..., Any]:
+        # a tool injects itself when the process starts
+        marks = f"{self.server} {entry.target.path}" if nvtx_marks.listening() else ""
+
         def hook(call: Call, *args: Any, **kwargs: Any) -> Any:
             if not self.heard():
                 return call()
@@ -113,7 +128,7 @@ class TimedCalls(Adapter):
                 return call()
             outer: _Open | None = getattr(_thread, "open", None)
             mine = _thread.open = _Open(self, entry.target.path, remembered, outer)
-            with nvtx_marks.Range(f"{self.server} {entry.target.path}"):
+            with nvtx_marks.Range(marks) if marks else _NO_RANGE:
                 start = time.monotonic_ns()
                 try:
                     result = call()
@@ -123,7 +138,7 @@ class TimedCalls(Adapter):
             after = self.after(entry, remembered)
             if after is NOTHING:
                 return result
-            fields = {**self.describe(entry, args, kwargs, result), **after}
+            fields = {**_made(self.describe(entry, args, kwargs, result)), **after}
             if mine.bytes and not fields.get("bytes"):
                 fields["bytes"] = mine.bytes
             if outer is not None:  # the same bytes: the call around this one counts them
@@ -133,6 +148,13 @@ class TimedCalls(Adapter):
             return result
 
         return hook
+
+    def _behind(self, entry: TimedFunction) -> Callable[..., None]:
+        def note(began_ns: int, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self.heard():
+                self._emit(entry, time.monotonic_ns() - began_ns, self.describe(entry, args, kwargs, result))
+
+        return note
 
     def _stepwise(self, entry: TimedFunction) -> Callable[..., Any]:
         """For a generator: the time inside its steps, not between them."""
@@ -175,27 +197,40 @@ class TimedCalls(Adapter):
         finally:
             fields: dict[str, Any] = {"steps": steps, "longest_step_ns": longest}
             try:
-                fields.update(self.describe(entry, args, kwargs, None))
+                fields.update(_made(self.describe(entry, args, kwargs, None)))
             except Exception as error:
                 fields["note"] = f"not described: {error}"
             self._emit(entry, took, fields)
 
-    def _emit(self, entry: TimedFunction, took_ns: int, fields: dict[str, Any]) -> None:
+    def _emit(self, entry: TimedFunction, took_ns: int, fields: Fields) -> None:
+        told = entry, took_ns, time.monotonic_ns(), threading.get_native_id(), fields
+        if event_log.has_listeners():
+            self._write(*told)
+        else:
+            event_log.later(self._write, *told)
+
+    def _write(self, entry: TimedFunction, took_ns: int, ended_ns: int, thread: int, fields: Fields) -> None:
+        """Metrics and the event; as a rule on the event file's thread."""
         event = {
+            "t_ns": ended_ns,
             "adapter": self.name,
             "server": self.server,
             "call": entry.target.path,
             "direction": entry.direction,
             "dur_ns": took_ns,
-            "thread": threading.get_native_id(),
+            "thread": thread,
             "cause": entry.cause,
-            **fields,
+            **_made(fields),
         }
         event_log.emit("call", **event)
         pageable, blocking = event.get("pageable_copies", 0), event.get("blocking_copies", 0)
         metrics.call(self.server, event["direction"], took_ns, pageable, blocking)
         if event.get("bytes"):
             metrics.transfer(self.server, event["direction"], event["bytes"], took_ns, None, None)
+
+
+def _made(fields: Fields) -> dict[str, Any]:
+    return fields if isinstance(fields, dict) else fields()
 
 
 def tensor_bytes(*tensors: Any) -> int:

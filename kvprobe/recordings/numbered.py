@@ -54,7 +54,11 @@ def event_records(recording: Recording, streams: list[int]) -> Array:
     """Rows of the calls that record an event on these streams, none where they are few or some of them are missing."""
     calls, totals = recording.calls, recording.totals
     named = recording.are_named(_RECORDS)
-    rows = np.flatnonzero((calls["kind"] == CallKind.EVENT) & np.isin(calls["stream"], streams) & named[calls["name"]])
+    rows = np.flatnonzero(calls["kind"] == CallKind.EVENT)
+    rows = rows[np.isin(calls["stream"][rows], streams)]
+    rows = rows[named[calls["name"][rows]]]
+    if not len(rows):  # of most streams: what follows looks at every call
+        return rows
     submits = np.isin(calls["kind"], np.array(SUBMITTING, dtype=np.uint8)) & np.isin(calls["stream"], streams)
     counted = int(totals["calls"][np.isin(totals["stream"], streams) & named[totals["name"]]].sum())
     few = len(rows) < FEW_RECORDS * int(submits.sum()) or len(rows) < counted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -27,7 +28,7 @@ class Waits:
     """Times between tokens, or times to first tokens.
 
     Attributes:
-        took_ns: each, in no particular order.
+        took_ns: each, ascending.
         tail_ns: the mean of those at or above the 99th percentile, split; (PARTS,).
         late: how many of them are late.
     """
@@ -38,7 +39,7 @@ class Waits:
 
     def at(self, percent: float) -> float | None:
         """A percentile, ns; None where there are none."""
-        return float(np.percentile(self.took_ns, percent)) if len(self.took_ns) else None
+        return _percentile(self.took_ns, percent) if len(self.took_ns) else None
 
     def to_json(self) -> WaitsJson:
         """Percentiles, and the tail's parts."""
@@ -233,6 +234,12 @@ def _named(parts: Array) -> dict[str, int]:
     return {PART_KEYS[i]: round(float(ns)) for i, ns in enumerate(parts.tolist()) if round(float(ns))}
 
 
+def _percentile(ascending: Array, percent: float) -> float:
+    """As numpy's, which would order them again."""
+    place = percent / 100 * (len(ascending) - 1)
+    return float(np.quantile(ascending[int(place) : int(place) + 2], place % 1))
+
+
 def of_account(recording: Recording, account: Account, window: ServingWindow) -> Requests | None:
     """Which steps and requests were late, and why; None where the recording tells no step of a model.
 
@@ -282,7 +289,7 @@ class _StepSplit:
             self.fence[told.like == like] = known.late_ns
             self.mean[told.like == like] = mean
             phase = Phase(like // 64)
-            by_tokens = phase != Phase.DECODE and bool((told.computed[mine[told.step]] >= 0).all())
+            by_tokens = phase != Phase.DECODE and bool(told.known[mine].all())
             counted = "tokens" if by_tokens else "requests"
             self.phases.append(PhaseTimes(phase, 1 << like % 64, counted, known, took[mine], mean, int(late.sum())))
 
@@ -357,8 +364,9 @@ class _StepSplit:
         took = self.took[waits]
         if not len(waits):
             return Waits(took, np.zeros(PARTS), 0)
-        tail = waits[took >= np.percentile(took, TAIL)]
-        return Waits(took, self.parts(tail).mean(axis=0), int(self.is_late[waits].sum()))
+        ascending = np.sort(took)
+        tail = waits[took >= _percentile(ascending, TAIL)]
+        return Waits(ascending, self.parts(tail).mean(axis=0), int(self.is_late[waits].sum()))
 
     def result(self) -> Requests:
         told, judged = self.told, self.judged
@@ -441,21 +449,23 @@ class _StepSplit:
         late_later = np.bincount(place[~self.is_first[waits]], minlength=len(who))
         order = np.argsort(of_step, kind="stable")
         bounds = np.searchsorted(of_step[order], np.arange(len(who) + 1))
-        out = []
-        for at in np.argsort(-total.sum(axis=1), kind="stable").tolist():
-            request = int(who[at])
-            steps = number[order[bounds[at] : bounds[at + 1]]].tolist()
-            out.append(
-                LateRequest(
-                    self.recording.text(int(told.name[request])),
-                    self._pid(int(told.of_process[request])),
-                    int(first[request]),
-                    bool(first_late[at]),
-                    int(later[request]),
-                    int(late_later[at]),
-                    total[at],
-                    PART_KEYS[int(total[at].argmax())],
-                    steps,
-                )
+        steps, ends = number[order].tolist(), bounds.tolist()
+        of_each = zip(  # plain values at once: there may be thousands
+            told.name[who].tolist(),
+            told.of_process[who].tolist(),
+            first[who].tolist(),
+            first_late.tolist(),
+            later[who].tolist(),
+            late_later.tolist(),
+            total,
+            total.argmax(axis=1).tolist() if len(who) else (),
+            (steps[a:b] for a, b in itertools.pairwise(ends)),
+            strict=True,
+        )
+        out = [
+            LateRequest(
+                self.recording.text(name), self._pid(process), took, late, tokens, many, parts, PART_KEYS[part], slow
             )
-        return out
+            for name, process, took, late, tokens, many, parts, part, slow in of_each
+        ]
+        return [out[at] for at in np.argsort(-total.sum(axis=1), kind="stable").tolist()]

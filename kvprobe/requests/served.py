@@ -24,6 +24,7 @@ class ServedSteps:
         from_ns: where the previous step ended that shares a request with it; where none does, its own start.
         to_ns: where it ended.
         requests, emitted: how many are in it, and tokens that it emitted.
+        known: whether the server told of all its requests how many tokens it computed.
         like: as `usual.like_of`.
         step, request: of each pair: its step, and the number of its request.
         tokens: that the step emitted for the request; `computed`: that it computed, -1 not known.
@@ -41,6 +42,7 @@ class ServedSteps:
     to_ns: Array
     requests: Array
     emitted: Array
+    known: Array
     like: Array
     step: Array
     request: Array
@@ -71,14 +73,14 @@ def served(recording: Recording) -> ServedSteps:
     rows = np.flatnonzero((table["phase"] != Phase.LOAD) & (table["phase"] != Phase.STORE))
     rows = rows[np.argsort(table["end_ns"][rows], kind="stable")]
     start, end, process = (table[name][rows] for name in ("start_ns", "end_ns", "process"))
-    pair, step = _joined(recording, rows)
+    pair, step, others = _joined(recording, rows)
     requests, request = _numbered(_key(of["process"][pair], of["request"][pair], recording))
     if len(step) and (step[1:] < step[:-1]).any():
         order = np.argsort(step, kind="stable")
         pair, step, request = pair[order], step[order], request[order]
     order = _stable(request)
     pair, step, request = pair[order], step[order], request[order]
-    tokens, computed = of["tokens"][pair].astype(np.int64), of["computed"][pair].astype(np.int64)
+    tokens, computed = of["tokens"][pair], of["computed"][pair]
 
     first = np.ones(len(pair), dtype=bool)
     first[1:] = request[1:] != request[:-1]
@@ -92,7 +94,8 @@ def served(recording: Recording) -> ServedSteps:
     turn = np.maximum(begins[step] - since, 0)
 
     many = np.bincount(step, minlength=len(rows))
-    known = np.bincount(step, weights=computed >= 0, minlength=len(rows)) == many
+    known = np.ones(len(rows), dtype=bool)
+    known[step[computed < 0]] = False
     amount = np.bincount(step, weights=np.maximum(computed, 0), minlength=len(rows))
     return ServedSteps(
         process,
@@ -102,6 +105,7 @@ def served(recording: Recording) -> ServedSteps:
         end,
         many,
         np.bincount(step, weights=tokens, minlength=len(rows)).astype(np.int64),
+        known,
         like_of(table["phase"][rows], many, np.where(known, amount, -1)),
         step,
         request,
@@ -109,7 +113,7 @@ def served(recording: Recording) -> ServedSteps:
         computed,
         since,
         turn,
-        _own_loads(recording, requests, request, since, turn),
+        _own_loads(recording, requests, request, since, turn, others),
         (requests % max(len(recording.names), 1)).astype(np.int64),
         (requests // max(len(recording.names), 1)).astype(np.int64),
         told,
@@ -140,24 +144,26 @@ def _stable(number: Array) -> Array:
     return order
 
 
-def _joined(recording: Recording, rows: Array) -> tuple[Array, Array]:
-    """Rows of `step_requests`, and which of the steps in `rows` each is of; what is of none is left out."""
+def _joined(recording: Recording, rows: Array, among: Array | None = None) -> tuple[Array, Array, Array]:
+    """Rows of `step_requests`, or those `among` them, that are of steps in `rows`; of which each is; and the others."""
     table, of = recording.steps, recording.step_requests
-    most = int(max(table["id"].max(initial=0), of["id"].max(initial=0))) + 1
+    ids, processes = (of[name] if among is None else of[name][among] for name in ("id", "process"))
+    most = int(max(table["id"].max(initial=0), ids.max(initial=0))) + 1
     own = table["process"][rows].astype(np.int64) * most + table["id"][rows]
-    asked = of["process"].astype(np.int64) * most + of["id"]
+    asked = processes.astype(np.int64) * most + ids
     reach = int(max(own.max(initial=-1), asked.max(initial=-1))) + 1
     if reach <= _SPARSE * len(asked):
         place = np.full(reach, -1, dtype=np.int64)
         place[own] = np.arange(len(own))
         step = place[asked]
-        pair = np.flatnonzero(step >= 0)
-        return pair, step[pair]
-    order = np.argsort(own, kind="stable")
-    at = np.searchsorted(own[order], asked)
-    at = np.minimum(at, max(len(own) - 1, 0))
-    pair = np.flatnonzero(own[order][at] == asked) if len(own) else np.zeros(0, dtype=np.int64)
-    return pair, order[at[pair]]
+    else:
+        order = np.argsort(own, kind="stable")
+        at = np.minimum(np.searchsorted(own[order], asked), max(len(own) - 1, 0))
+        step = np.where(own[order][at] == asked, order[at], -1) if len(own) else np.full(len(asked), -1)
+    known = step >= 0
+    pair, others = np.flatnonzero(known), np.flatnonzero(~known)
+    step = step[pair]
+    return (pair, step, others) if among is None else (among[pair], step, among[others])
 
 
 def _arrived(recording: Recording, requests: Array, began: Array) -> tuple[Array, Array]:
@@ -175,14 +181,19 @@ def _arrived(recording: Recording, requests: Array, began: Array) -> tuple[Array
     return out, told
 
 
-def _own_loads(recording: Recording, requests: Array, request: Array, since: Array, turn: Array) -> Array:
-    """How long in [since, since + turn) a load of the request's own blocks was under way, of each pair."""
+def _own_loads(
+    recording: Recording, requests: Array, request: Array, since: Array, turn: Array, others: Array
+) -> Array:
+    """How long in [since, since + turn) a load of the request's own blocks was under way, of each pair.
+
+    `others`: rows of `step_requests` that are of no step of the model.
+    """
     table, of = recording.steps, recording.step_requests
     rows = np.flatnonzero(table["phase"] == Phase.LOAD)
     out = np.zeros(len(since), dtype=np.int64)
     if not len(rows) or not len(requests):
         return out
-    pair, load = _joined(recording, rows)
+    pair, load, _ = _joined(recording, rows, others)
     key = _key(of["process"][pair], of["request"][pair], recording)
     at = np.minimum(np.searchsorted(requests, key), len(requests) - 1)
     known = requests[at] == key

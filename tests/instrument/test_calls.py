@@ -1,5 +1,6 @@
 """Timing of generator functions: what is sent, thrown and returned passes through."""
 
+import threading
 import types
 
 import pytest
@@ -73,3 +74,54 @@ def test_an_exception_of_the_servers_passes(module):
         next(one)
         with pytest.raises(ZeroDivisionError):
             one.throw(ZeroDivisionError())
+
+
+class Moves(TimedCalls):
+    name = "toy.moves"
+    timed = (timed("toymodule", "move", ("n",), "load", "a queue"),)
+
+    def describe(self, entry, args, kwargs, result):
+        return {"copies": 2, "bytes": result}
+
+
+class MovesApart(Moves):
+    apart = True
+
+    def describe(self, entry, args, kwargs, result):
+        return lambda: {"copies": 2, "bytes": result}
+
+
+@pytest.mark.parametrize("listened", [True, False], ids=["listened to", "in a file"])
+@pytest.mark.parametrize("kind", [Moves, MovesApart])
+def test_calls_that_stand_apart_are_told_like_others(kind, listened, tmp_path, monkeypatch):
+    made = types.ModuleType("toymodule")
+    exec("def move(n):\n    return 10 // n", made.__dict__)
+    patcher = Patcher(CircuitBreaker("toy.moves", pytest.fail))
+    kind().patch(patcher, made)
+    monkeypatch.setenv("KVPROBE_RUN", str(tmp_path))
+    monkeypatch.setattr(event_log, "_file", event_log._File())
+    if listened:
+        with event_log.subscribed() as events:
+            assert made.move(5) == 2
+    else:
+        assert made.move(5) == 2
+    with pytest.raises(ZeroDivisionError):
+        made.move(0)
+    event_log.flush()
+    patcher.undo()
+    if not listened:
+        (path,) = tmp_path.glob("events-*.jsonl")
+        events = event_log.read_events(path)
+    (told,) = [event for event in events if event["kind"] == "call"]
+    assert told.pop("t_ns") > told.pop("dur_ns") >= 0
+    assert told == {
+        "kind": "call",
+        "adapter": "toy.moves",
+        "server": "toy",
+        "call": "move",
+        "direction": "load",
+        "thread": threading.get_native_id(),
+        "cause": "a queue",
+        "copies": 2,
+        "bytes": 2,
+    }

@@ -20,8 +20,9 @@ from kvprobe.recordings.serving import ServingWindow
 from kvprobe.recordings.vocabulary import Names
 from kvprobe.reporting import build_page
 from kvprobe.requests import LEAST, LOAD, TURN, Requests, of_account, usual
-from kvprobe.requests.late import _StepSplit
+from kvprobe.requests.late import Waits, _StepSplit
 from kvprobe.requests.served import served
+from kvprobe.requests.split import PARTS
 
 LATE = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "late_requests.py"))
 MS = 1_000_000
@@ -209,6 +210,13 @@ def test_where_a_quarter_is_slow_slow_is_usual():
     assert usual(np.array([10.0] * 80 + [30.0] * 20)).late_ns == pytest.approx(11.0)
     assert usual(np.array([10.0] * 70 + [30.0] * 30)).late_ns > 30
     assert usual(np.zeros(0)).late_ns == float("inf")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 100, 101, 1000])
+def test_percentiles_are_numpys(count):
+    took = np.random.default_rng(count).integers(0, 10**9, count)
+    waits = Waits(np.sort(took), np.zeros(PARTS), 0)
+    assert [waits.at(percent) for percent in (50, 90, 99, 100)] == np.percentile(took, (50, 90, 99, 100)).tolist()
 
 
 def test_a_recording_without_a_gpu_has_late_steps_that_are_not_explained():
