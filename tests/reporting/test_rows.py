@@ -524,7 +524,8 @@ def test_names_of_rows_stand_beside_them_and_names_of_calls_in_them(chromium: An
     const pieces = [...document.querySelectorAll("#rows .plot path.call")].flatMap((one) =>
       [...one.getAttribute("d").matchAll(/M([\\d.-]+) ([\\d.-]+)h([\\d.-]+)/g)].map((m) => m.slice(1).map(Number)));
     return [...document.querySelectorAll("#rows .plot text.within")].map((one) => [one, one.getBBox()])
-      .filter(([, box]) => !pieces.some(([x, y, w]) => x - 2 <= box.x && box.x + box.width <= x + w + 2 && Math.abs(y - box.y) < 9))
+      .filter(([, box]) => !pieces.some(([x, y, w]) =>
+        x - 2 <= box.x && box.x + box.width <= x + w + 2 && Math.abs(y - box.y) < 9))
       .map(([one]) => one.textContent);
     """
     assert chromium.execute_script("return document.querySelectorAll('#rows .plot text.within').length") > 0
