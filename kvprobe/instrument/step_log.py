@@ -171,7 +171,9 @@ def mark(
     server: str = "",
     begin_ns: int | None = None,
 ) -> MarkedStep:
-    """Says that a step of a server begins, and which requests are in it; next to free where nothing records::
+    """Says that a step of a server begins, and which requests are in it; next to free where nothing records.
+
+    ::
 
         with kvprobe.mark(step=7, requests=["a", "b"], phase="decode"):
             model.forward(batch)
