@@ -28,7 +28,7 @@ MARGIN = 10  # around what is cut out
 
 
 class Picture(NamedTuple):
-    """A part of a report's page: the elements of a CSS selector, from the top of the first to the bottom of the last.
+    """A part of a report's page: the elements of a CSS selector, as far as they reach.
 
     Attributes:
         recording: a file of the repository.
@@ -97,11 +97,14 @@ def taken(window: Any, picture: Picture) -> bytes:
         WebDriverWait(window, 60).until(lambda one: one.execute_script("return document.documentElement.dataset.drawn"))
         box = window.execute_script(
             "const all = [...document.querySelectorAll(arguments[0])].map((e) => e.getBoundingClientRect());"
-            "return [Math.min(...all.map((b) => b.top)) + scrollY, Math.max(...all.map((b) => b.bottom)) + scrollY]",
+            "return [Math.min(...all.map((b) => b.top)) + scrollY, Math.max(...all.map((b) => b.bottom)) + scrollY,"
+            " Math.min(...all.map((b) => b.left)), Math.max(...all.map((b) => b.right))]",
             picture.part,
         )
         top, bottom = max(0, box[0] - MARGIN), box[1] + MARGIN
-        clip = {"x": 0, "y": top, "width": WIDTH, "height": min(bottom - top, picture.height), "scale": 1}
+        left, right = max(0, box[2] - MARGIN), min(WIDTH, box[3] + MARGIN)
+        height = min(bottom - top, picture.height)
+        clip = {"x": left, "y": top, "width": right - left, "height": height, "scale": 1}
         made = window.execute_cdp_cmd(
             "Page.captureScreenshot", {"format": "png", "captureBeyondViewport": True, "clip": clip}
         )

@@ -52,6 +52,7 @@ def command(
     from kvprobe.commands._reading import diagnosed_apart, plain
     from kvprobe.diagnosis import offload_benefit
     from kvprobe.diagnosis.verdict import of_recording
+    from kvprobe.recordings.merge import DIFFERENT_RUNS
     from kvprobe.reporting.account import account_lines
     from kvprobe.reporting.units import duration
 
@@ -71,6 +72,8 @@ def command(
             }
         )
     elif not quiet:
+        for note in [one for one in recording.notes if one.startswith(DIFFERENT_RUNS)]:
+            click.echo(plain(f"{note[:1].upper()}{note[1:]}."))
         for line in account_lines(findings.account):
             click.echo(plain(line))
         named = [one for one in findings if one.confidence != "cannot tell" and one.severity != "info"]

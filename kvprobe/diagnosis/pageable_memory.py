@@ -11,7 +11,8 @@ Needs: the memory kind of copies (every recorder has it). Source: programming gu
 64 KiB instead of 1.0 µs.
 
 Predicted saving: all of the excess, less the time the same bytes take at link rate where the next call of the
-thread waits for them anyway (then pinning removes the staging only).
+thread waits for them anyway (then pinning removes the staging only). Without a pinned copy that shows the link's rate
+nobody can tell it: the rate of pageable copies is that of the staging.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def find(joined: JoinedRecording) -> Finding | None:
         return None
     excess = excess[rows]
     lost = int(excess.sum())
-    saving = max(0.0, 1 - _waited_for_ns(joined, rows) / lost) if lost else 1.0
+    waited_ns, untold = _waited_for_ns(joined, rows)
+    saving = None if untold else max(0.0, 1 - waited_ns / lost) if lost else 1.0
     return joined.host_finding(
         CAUSE,
         "{calls} copies of pageable memory blocked their caller for {lost}",
@@ -81,6 +83,7 @@ def find(joined: JoinedRecording) -> Finding | None:
             *_of_calls(joined, rows, lost, pageable),
             *_of_pinned(joined, joined.submits & copies & (joined.memory == Memory.PINNED)),
             *_of_directions(joined, rows, excess),
+            *_of_link(untold),
         ],
         chart=joined.slow_calls_chart(rows, "Calls that copied pageable memory"),
         cure=(
@@ -97,20 +100,34 @@ def find(joined: JoinedRecording) -> Finding | None:
     )
 
 
-def _waited_for_ns(joined: JoinedRecording, rows: Array) -> float:
-    """What the bytes of those copies take on the link that the next call of their thread waits for anyway."""
+def _waited_for_ns(joined: JoinedRecording, rows: Array) -> tuple[float, int]:
+    """What the bytes of those copies take on the link that the next call of their thread waits for anyway.
+
+    The second is how many such copies there are of a direction whose link's rate is not known.
+    """
     follows = np.zeros(len(joined.start), dtype=bool)
     order = joined.by_caller
     if len(order) > 1:
         next_waits = (joined.kind[order[1:]] == CallKind.SYNC) & (joined.caller[order[1:]] == joined.caller[order[:-1]])
         follows[order[:-1]] = next_waits
-    waits = 0.0
+    waits, untold = 0.0, 0
     for direction in (Direction.H2D, Direction.D2H):
         rate, _ = joined.link(direction)
         mine = rows[(joined.direction[rows] == direction) & follows[rows]]
-        if rate > 0 and len(mine):
+        if rate > 0:
             waits += float(joined.bytes[mine].sum()) / rate * 1e9
-    return waits
+        else:
+            untold += len(mine)
+    return waits, untold
+
+
+def _of_link(untold: int) -> list[Evidence]:
+    """Why no saving is predicted, where none is; `untold` as `_waited_for_ns` counts."""
+    text = (
+        f"the next call waits for {untold:,} of them: what pinned memory saves there cannot be told, because no large "
+        "copy of pinned memory shows how fast the link is"
+    )
+    return [Evidence(text, untold, "calls", COUNTED)] if untold else []
 
 
 def _of_calls(joined: JoinedRecording, rows: Array, lost: int, pageable: Array) -> list[Evidence]:
@@ -156,11 +173,13 @@ def _of_directions(joined: JoinedRecording, rows: Array, excess: Array) -> list[
     return evidence
 
 
-def _of_programs(joined: JoinedRecording, rows: Array, excess: Array, saving: float) -> list[Change]:
+def _of_programs(joined: JoinedRecording, rows: Array, excess: Array, saving: float | None) -> list[Change]:
     """Changes of llama.cpp's and Ollama's settings, where these copies are theirs; nobody changes their code."""
     theirs = [one for one in programs(joined.recording) if (joined.process[rows] == one.process).any()]
     mapped = [one.process for one in theirs if one.name == LLAMA_CPP and not one.no_mmap]
     weights = np.isin(joined.process[rows], mapped) & (joined.direction[rows] == Direction.H2D)
     weights &= joined.bytes[rows] >= WEIGHTS_BYTES
     lost = int(excess.sum())
-    return changes(theirs, saving * int(excess[weights].sum()) / lost if lost and weights.any() else None)
+    if saving is None or not lost or not weights.any():
+        return changes(theirs, None)
+    return changes(theirs, saving * int(excess[weights].sum()) / lost)

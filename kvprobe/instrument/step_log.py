@@ -173,10 +173,10 @@ def mark(
 ) -> MarkedStep:
     """Says that a step of a server begins, and which requests are in it; next to free where nothing records.
 
-    ```python
-    with kvprobe.mark(step=7, requests=["a", "b"], phase="decode"):
-        model.forward(batch)
-    ```
+    ::
+
+        with kvprobe.mark(step=7, requests=["a", "b"], phase="decode"):
+            model.forward(batch)
 
     Args:
         step: the program's own number of it; None where it counts none.

@@ -69,11 +69,13 @@ def open_apart(
 ) -> tuple[Recording, list[tuple[str, Recording]]]:
     """As `open_recording`, and each input by itself as well, with the shortest name that tells it from the others.
 
+    Where they look like recordings of different runs, a note of the whole says so.
+
     Raises:
         RecordingError: an input cannot be read; its text says why.
         UsageError: no input was given.
     """
-    from kvprobe.recordings.merge import merge
+    from kvprobe.recordings.merge import different_runs, merge
 
     found = _found(inputs)
     many = len(found) + 1
@@ -85,7 +87,10 @@ def open_apart(
     else:
         whole = [*(one for one, (_, form) in zip(own, found, strict=True) if form == "kvprobe"), *whole]
     names = _shortest([path for path, _ in found])
-    return merge(whole), list(zip(names, own, strict=True))
+    together = merge(whole)
+    if note := different_runs(own):
+        together.notes.insert(0, note)
+    return together, list(zip(names, own, strict=True))
 
 
 def _found(inputs: Sequence[str | os.PathLike[str]] | str | os.PathLike[str]) -> list[tuple[Path, str]]:

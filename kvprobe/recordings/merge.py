@@ -11,11 +11,12 @@ import numpy as np
 from kvprobe.recordings.assemble import bounded
 from kvprobe.recordings.model import SCHEMAS, Array, Recording, Table
 
-__all__ = ["NO_CLOCK", "ONE_BY_ONE", "at_once", "merge", "recorded", "shifted"]
+__all__ = ["DIFFERENT_RUNS", "NO_CLOCK", "ONE_BY_ONE", "at_once", "different_runs", "merge", "recorded", "shifted"]
 
 _SHIFTED = "they were shifted to begin together, so times between them mean nothing"
 NO_CLOCK = f"the inputs share no clock: {_SHIFTED}"
 ONE_BY_ONE = f"the inputs were recorded one after another: {_SHIFTED}"
+DIFFERENT_RUNS = "the inputs look like different runs"
 _TIMES = ("start_ns", "end_ns", "time_ns")
 
 
@@ -74,6 +75,29 @@ def _shifts(recordings: Sequence[Recording]) -> tuple[list[int], list[str]]:
         return together, [ONE_BY_ONE]
     aligned = "several inputs, each with its own clock, were aligned by the wall-clock time they state"
     return stated, [aligned] if any(stated) else []
+
+
+def different_runs(recordings: Sequence[Recording]) -> str:
+    """Why these look like recordings of different runs, as a note; "" where they may be those of one.
+
+    Ranks of a job run on one kind of GPU, and at once. Where their clocks say otherwise, as those of two hosts may,
+    each has a rank of its own, or a host.
+    """
+    models = list(dict.fromkeys(str(one.machine["gpu"]) for one in recordings if one.machine.get("gpu")))
+    why = f"their GPUs differ ({', '.join(models)})" if len(models) > 1 else ""
+    if not why and ONE_BY_ONE in _shifts(recordings)[1]:
+        places = [
+            {
+                (one.text(int(node)), int(rank))
+                for node, rank in zip(one.processes["node"], one.processes["rank"], strict=True)
+            }
+            for one in recordings
+        ]
+        if sum(map(len, places)) > len(set().union(*places)):
+            why = "they were recorded one after another, and not as ranks of one job"
+    return (
+        f"{DIFFERENT_RUNS}: {why}; what is said of all together means little, each is judged by itself" if why else ""
+    )
 
 
 def _bases(recordings: Sequence[Recording], kind: str) -> list[int]:

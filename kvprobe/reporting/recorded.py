@@ -551,7 +551,8 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
     where = headline.place(finding)
     if where:
         meta.append(where)
-    evidence = [{"text": headline.micro(one.text), "how": one.how} for one in finding.evidence]
+    said = dict.fromkeys((headline.micro(one.text), one.how) for one in finding.evidence)  # alike of two GPUs: once
+    evidence = [{"text": text, "how": how} for text, how in said]
     if finding.reason:
         evidence.append({"text": finding.reason[:1].upper() + finding.reason[1:], "how": ""})
     values = table(

@@ -104,6 +104,17 @@ def test_several_inputs_are_named_judged_together_and_each_by_itself(kvprobe, ex
         assert f"Findings in {name}" in page
 
 
+def test_different_runs_are_called_so_before_all_else(kvprobe, shared_data: Path, tmp_path: Path) -> None:
+    paths = [shared_data / "nsys-ai" / f"mfu_2gpu_{name}.sqlite" for name in ("before", "after")]
+    printed = kvprobe("report", *paths, "-o", tmp_path / "two.html")[1]
+    said = "he inputs look like different runs: they were recorded one after another"
+    assert printed.startswith(f"T{said}")
+    page = (tmp_path / "two.html").read_text()
+    assert page.index(said) < page.index('id="findings"')
+    alone = kvprobe("report", paths[0], "-o", tmp_path / "one.html")[1]
+    assert said not in alone + (tmp_path / "one.html").read_text()
+
+
 def test_one_input_has_no_section_of_its_own(kvprobe, export: Path, tmp_path: Path) -> None:
     assert kvprobe("report", export, "-o", tmp_path / "page.html", "-q")[0] == 0
     assert "<h2>Inputs</h2>" not in (tmp_path / "page.html").read_text()

@@ -8,8 +8,15 @@ import pytest
 from queue_model import simulate
 
 from kvprobe.recordings import open_apart, open_recording
-from kvprobe.recordings.merge import NO_CLOCK, ONE_BY_ONE, merge, recorded, shifted
-from kvprobe.recordings.model import Recording
+from kvprobe.recordings.merge import (
+    NO_CLOCK,
+    ONE_BY_ONE,
+    different_runs,
+    merge,
+    recorded,
+    shifted,
+)
+from kvprobe.recordings.model import Recording, Table
 
 YEAR_NS = 365 * 24 * 3600 * 10**9
 
@@ -86,3 +93,25 @@ def test_of_three_that_were_not_recorded_at_once_all_begin_with_the_first() -> N
     unnamed.calls.columns["name"][:] = 0
     assert {merged.text(name) for name in merge([alone, unnamed]).calls["name"].tolist()} == {"", alone.names[1]}
     assert (merged.calls["count"] == 1).all() and merged.calls["bytes"].max() == alone.calls["bytes"].max()
+
+
+def ranks(*offsets_ns: int | None, rank: bool = True, **gpus: str) -> list[Recording]:
+    """A recording of each rank, or of none; `gpus`: the kinds of the first ones."""
+    out = [at(offset_ns, seed) for seed, offset_ns in enumerate(offsets_ns)]
+    for number, one in enumerate(out):
+        rows = one.processes
+        one.tables["processes"] = Table("processes", {**rows.columns, "rank": [number if rank else -1] * rows.rows})
+    for one, gpu in zip(out, gpus.values(), strict=False):
+        one.machine["gpu"] = gpu
+    return out
+
+
+def test_one_gpu_at_different_times_and_gpus_of_two_kinds_are_different_runs() -> None:
+    assert "one after another, and not as ranks" in different_runs(ranks(0, YEAR_NS, rank=False))
+    assert "their GPUs differ (H100, V100)" in different_runs(ranks(0, 0, first="H100", second="V100"))
+
+
+def test_ranks_of_one_job_are_one_run_though_their_hosts_clocks_differ() -> None:
+    assert different_runs(ranks(0, YEAR_NS, first="H100", second="H100")) == ""
+    assert different_runs(ranks(0, 0, rank=False)) == ""
+    assert different_runs(ranks(None, None, rank=False)) == "", "nothing says so"

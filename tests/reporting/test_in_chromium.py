@@ -228,7 +228,11 @@ document.querySelectorAll("details").forEach((d) => { d.open = true; });
 while (texts.nextNode()) {
   const node = texts.currentNode.parentElement, style = getComputedStyle(node);
   if (!texts.currentNode.data.trim() || node.closest("script, style, :disabled, .sr, .skip, noscript, title")) continue;
-  const ink = rgba(node.closest("svg") ? style.fill : style.color), paper = behind(node);
+  const on = [...node.classList].find((one) => one.startsWith("on-")); // drawn on a piece of the timeline
+  const piece = on && node.closest(".plot").querySelector(`.call.${on.slice(3)}`), below = behind(node);
+  const cover = piece && [...rgba(getComputedStyle(piece).fill).slice(0, 3), Number(getComputedStyle(piece).opacity)];
+  const ink = rgba(node.closest("svg") ? style.fill : style.color);
+  const paper = cover ? below.map((c, i) => c + (cover[i] - c) * cover[3]) : below;
   const [a, b] = [luminance(ink), luminance(paper)].sort((x, y) => y - x), ratio = (a + .05) / (b + .05);
   if (ratio < 4.5) bad.push([node.tagName, texts.currentNode.data.trim().slice(0, 40), ratio.toFixed(2)].join(" "));
 }

@@ -500,6 +500,41 @@ def test_the_legend_hides_what_it_names_by_mouse_and_by_keyboard(chromium: Any, 
     assert chromium.execute_script(widths) == pytest.approx(whole, abs=0.1)
 
 
+def test_a_mouse_over_a_call_is_told_what_it_is(chromium: Any, page: Path) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    opened(chromium, page)
+    ActionChains(chromium).move_to_element(chromium.find_element("css selector", "#rows .plot text.within")).perform()
+    said = chromium.find_element("css selector", "#rows .hover")
+    assert said.is_displayed()
+    assert re.match(r"nothing to do [\d.]+.ms, at [\d.]+.ms · process 123$", said.text), said.text
+    assert chromium.find_element("css selector", "#rows .readout").text.startswith(said.text[:20])
+    ActionChains(chromium).move_to_element(chromium.find_element("css selector", "h1")).perform()
+    assert not chromium.find_elements("css selector", "#rows .hover:not([hidden])")
+
+
+def test_names_of_rows_stand_beside_them_and_names_of_calls_in_them(chromium: Any, page: Path) -> None:
+    """In a column of their own where there is room for one, above the rows where there is none."""
+    first = "return document.querySelector('#rows .plot text.strong').getBBox()"
+    left = "return Math.min(...[...document.querySelectorAll('#rows .plot path.grid')].map((one) => one.getBBox().x))"
+    opened(chromium, page)
+    name = chromium.execute_script(first)
+    assert name["x"] + name["width"] < chromium.execute_script(left)
+    outside = """
+    const pieces = [...document.querySelectorAll("#rows .plot path.call")].flatMap((one) =>
+      [...one.getAttribute("d").matchAll(/M([\\d.-]+) ([\\d.-]+)h([\\d.-]+)/g)].map((m) => m.slice(1).map(Number)));
+    return [...document.querySelectorAll("#rows .plot text.within")].map((one) => [one, one.getBBox()])
+      .filter(([, box]) => !pieces.some(([x, y, w]) =>
+        x - 2 <= box.x && box.x + box.width <= x + w + 2 && Math.abs(y - box.y) < 9))
+      .map(([one]) => one.textContent);
+    """
+    assert chromium.execute_script("return document.querySelectorAll('#rows .plot text.within').length") > 0
+    assert chromium.execute_script(outside) == []
+    opened(chromium, page, 390)
+    name = chromium.execute_script(first)
+    assert name["x"] >= chromium.execute_script(left)
+
+
 def test_a_chosen_wait_says_after_what_it_returned(chromium: Any, tmp_path: Path) -> None:
     recording = waits()
     page = write_report(recording, tmp_path / "waits.html", findings=diagnose(recording))

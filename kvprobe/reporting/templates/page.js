@@ -270,7 +270,7 @@
     // ---- drawing ----
     tall(narrow) {
       const { spec } = this;
-      return spec.kind === "bars" ? spec.rows.length * 44 + 44 : spec.kind === "rows" ? spec.rows.length * 34 + 34 : Math.round((spec.height || 250) * (narrow ? 0.84 : 1));
+      return spec.kind === "bars" ? spec.rows.length * 44 + 44 : spec.kind === "rows" ? spec.rows.length * this.row(narrow).pitch + 34 : Math.round((spec.height || 250) * (narrow ? 0.84 : 1));
     }
     reserve() { this.host.style.minHeight = `${this.tall(innerWidth < 520)}px`; } // so that what is below stays where it is
     draw(wide = this.host.clientWidth - 12) {
@@ -283,7 +283,9 @@
       const named = (spec.spans || []).some((span) => span.label);
       Object.assign(this, { width, height, narrow, left: narrow ? 50 : 62, top: named ? 38 : 20, base: height - 26 });
       if (spec.kind === "bars") this.left = 4;
-      if (spec.kind === "rows" && narrow) this.left = 8;
+      if (spec.kind === "rows") this.left = 8;
+      const peers = (spec.group && linked.get(spec.group)) || [this]; // what shares an axis begins at the same place
+      this.left = Math.max(this.left, ...peers.map((plot) => plot.column(width, narrow)));
       this.inner = width - this.left - 8;
       const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, "aria-hidden": "true" });
       this.root = root;
@@ -553,7 +555,7 @@
     }
     describe(x) {
       const { spec } = this, bold = (text) => html("b", {}, null, text);
-      if (spec.kind === "rows") return [show("ns", x), ": choose a call, or press Enter for the nearest"];
+      if (spec.kind === "rows") return this.under(x);
       if (spec.kind === "histogram") {
         const last = spec.edges.length - 2, above = spec.edges.findIndex((e) => this.place(e) > x);
         const j = above < 0 ? last : Math.max(above - 1, 0); // beyond the last edge there is no other
@@ -644,7 +646,8 @@
   function accounts() {
     for (const figure of $$(".account")) {
       const boxes = $$(":scope > svg rect", figure).map((box) => ({ box, width: Number(box.getAttribute("width")), shown: true }));
-      $$(".legend li", figure).forEach((item, i) => {
+      $$(".legend li", figure).forEach((item) => {
+        const i = Number(item.dataset.part);
         const button = html("button", { type: "button", "aria-pressed": "true", title: "Show or hide" });
         button.append(...item.childNodes);
         item.append(button);

@@ -6,13 +6,40 @@
 (() => {
   "use strict";
   const { Plot, STYLES: CLASS, all, svg, html, show, linearTicks, group } = window.kvprobe;
-  const PITCH = 34, BAR = 17, HEAD = 13, ARROWS = 40, LABELS = 120;
+  const BAR = 17, ARROWS = 40, LABELS = 120;
+  // A row in px: names stand in a column on the left, and above their rows where there is no room for one.
+  const LOW = { pitch: 26, head: 5 }, TALL = { pitch: 34, head: 13 };
+  const COLUMN = 250, SHARE = 0.26; // of names: px at most, and of the whole width
   const layersOf = (row) => (row.digits ??= Object.entries(row.layers || {})
     .map(([style, digits]) => [Number(style), digits.replace(/(\d)x(\d+),/g, (_, digit, times) => digit.repeat(times))])
     .filter(([, digits]) => digits.length > 1));
 
+  const pen = document.createElement("canvas").getContext("2d");
+  function widthOf(text, bold = false) {
+    pen.font = `${bold ? 600 : 400} 12px ${(pen.family ??= getComputedStyle(document.body).fontFamily)}`;
+    return pen.measureText(text).width;
+  }
+  // A text in so many px: what stands before a colon and the prefix of CUDA's functions are the first to go, then its end.
+  function within(text, room, bold = false) {
+    if (widthOf(text, bold) <= room) return text;
+    const colon = text.lastIndexOf(": "), tail = (colon < 0 ? text : text.slice(colon + 2)).replace(/^cuda?(?=[A-Z])/, "");
+    let long = widthOf(tail, bold) <= room ? tail.length : Math.floor((tail.length * room) / widthOf(tail, bold));
+    if (long >= tail.length) return tail;
+    while (long > 1 && widthOf(`${tail.slice(0, long)}…`, bold) > room) long--;
+    return long > 1 ? `${tail.slice(0, long).trimEnd()}…` : "";
+  }
+
+  // The column that the names of a chart's rows need, in px, at this width; 0: they stand above their rows.
+  Plot.prototype.column = function (width, narrow) {
+    if (narrow || this.spec.kind !== "rows") return 0;
+    this.widest ??= Math.max(0, ...this.spec.rows.map((row) => widthOf(row.label, true)));
+    return Math.round(Math.max(Math.min(this.widest + 14, COLUMN, width * SHARE), 62));
+  };
+  Plot.prototype.row = (narrow) => (narrow ? TALL : LOW);
+
   Plot.prototype.rows = function (root) {
     const { spec, left, inner } = this, [a, b] = this.range, perPixel = (b - a) / inner;
+    const { pitch: PITCH, head: HEAD } = Object.assign(this, this.row(this.narrow));
     const top = (this.top = 6), base = (this.base = top + spec.rows.length * PITCH);
     this.axes(root, [], linearTicks("ns", a, b, inner / 92), "");
     const layer = svg("g", this.clip, root), slice = spec.x.span / spec.slices;
@@ -39,7 +66,11 @@
     });
     this.single(layer, perPixel);
     this.between(layer);
-    spec.rows.forEach((row, i) => svg("text", { x: left + 2, y: top + i * PITCH + 10, class: "halo strong" }, root, row.label));
+    spec.rows.forEach((row, i) => {
+      const floor = top + i * PITCH + HEAD + BAR, text = this.narrow ? row.label : within(row.label, left - 12, true);
+      const name = svg("text", this.narrow ? { x: left + 2, y: top + i * PITCH + 10, class: "halo strong" } : { x: 2, y: floor - 4, class: "strong" }, root, text);
+      if (text !== row.label) svg("title", {}, name, row.label);
+    });
   };
 
   // Calls and executions that are wide enough, or few enough, to be told apart.
@@ -53,21 +84,20 @@
       if (this.hidden.has(items.w[i])) continue;
       if (width < 1.5 && !found) continue;
       const x = Math.max(this.X(start), this.left - 2), x2 = Math.min(this.X(start + items.d[i]), this.left + this.inner + 2);
-      const y = this.top + items.row[i] * PITCH + HEAD;
+      const y = this.top + items.row[i] * this.pitch + this.head;
       const d = `M${x.toFixed(1)} ${y}h${Math.max(x2 - x, 1.5).toFixed(1)}v${BAR}h${(-Math.max(x2 - x, 1.5)).toFixed(1)}Z`;
       if (found) hits += d; else paths[items.w[i]] += d;
-      if (x2 - x > 46 && labels.length < LABELS) labels.push([x + 4, y + 13, names[items.n[i]], Math.floor((x2 - x - 8) / 6.8)]);
+      if (x2 - x > 32 && labels.length < LABELS) labels.push([(x + x2) / 2, y + 13, within(names[items.n[i]], x2 - x - 8), found ? "found" : CLASS[items.w[i]]]);
     }
     paths.forEach((d, style) => { if (d) svg("path", { d, class: `call ${CLASS[style]}` }, layer); });
     if (hits) svg("path", { d: hits, class: "call found" }, layer);
-    for (const [x, y, text, room] of labels)
-      svg("text", { x, y, class: "halo strong within" }, layer, text.length > room ? `${text.slice(0, room - 1)}…` : text);
+    for (const [x, y, text, on] of labels) if (text) svg("text", { x, y, class: `within on-${on}`, "text-anchor": "middle" }, layer, text);
     const i = this.chosen;
     if (i === undefined) return;
-    const x = this.X(items.t[i]), width = Math.max(items.d[i] / perPixel, 2), y = this.top + items.row[i] * PITCH + HEAD;
+    const x = this.X(items.t[i]), width = Math.max(items.d[i] / perPixel, 2), y = this.top + items.row[i] * this.pitch + this.head;
     svg("rect", { x: x - 1.5, y: y - 1.5, width: width + 3, height: BAR + 3, class: "chosen" }, layer);
   };
-  Plot.prototype.middle = function (row) { return this.top + row * PITCH + HEAD + BAR / 2; };
+  Plot.prototype.middle = function (row) { return this.top + row * this.pitch + this.head + BAR / 2; };
   // Fences between streams, and from the chosen call to its stream; only where they can be told apart.
   Plot.prototype.between = function (layer) {
     const { items, fences } = this.spec, [a, b] = this.range;
@@ -99,7 +129,7 @@
 
   const rowOf = (plot, event) => {
     const box = plot.host.querySelector("svg").getBoundingClientRect();
-    return Math.floor((event.clientY - box.top - plot.top) / PITCH);
+    return Math.floor((event.clientY - box.top - plot.top) / plot.pitch);
   };
   // The call at a time, the innermost where they nest, else the nearest within reach.
   function nearest(plot, time, wanted, reach = Infinity) {
@@ -111,6 +141,28 @@
       if (off < gap || (off === gap && best >= 0 && items.d[i] < items.d[best])) { gap = off; best = i; }
     }
     return best;
+  }
+  // What lies under the pointer, in words.
+  Plot.prototype.under = function (time) {
+    const { items, names, rows } = this.spec, finger = ((this.range[1] - this.range[0]) / this.inner) * 4;
+    const i = this.over === undefined ? -1 : nearest(this, time, (one) => items.row[one] === this.over && !this.hidden.has(items.w[one]), finger);
+    if (i < 0) return [show("ns", time), ": choose a call, or press Enter for the nearest"];
+    const bits = [html("b", {}, null, names[items.n[i]]), ` ${show("ns", items.d[i])}, at ${show("ns", items.t[i])} · ${rows[items.row[i]].label}`];
+    if (items.depth[i] >= 0) bits.push(` · ${group(items.depth[i], 0)} outstanding when it was entered`);
+    return bits;
+  };
+  // The same beside the pointer, where a mouse is.
+  function hover(plot, event) {
+    plot.over = rowOf(plot, event);
+    const { host, tip } = plot, box = host.getBoundingClientRect(), x = event.clientX - box.left, y = event.clientY - box.top;
+    plot.point(plot.at(event));
+    const said = event.pointerType === "mouse" && plot.drag === null ? plot.under(plot.at(event)) : [];
+    tip.hidden = !(said[0] instanceof Node);
+    if (tip.hidden) return;
+    tip.replaceChildren(...said);
+    if (!tip.isConnected) host.append(tip);
+    tip.style.top = `${y + 16}px`;
+    tip.style.left = `${Math.max(0, Math.min(x + 10, box.width - tip.offsetWidth))}px`;
   }
   function choose(plot, i, zoom = true) {
     const { spec } = plot, { items } = spec;
@@ -227,6 +279,10 @@
     plot.pane = html("div", { class: "pane", tabindex: "-1", "aria-live": "polite" });
     plot.readout.after(plot.pane);
     search(plot);
+    plot.tip = html("div", { class: "hover", "aria-hidden": "true", hidden: "" });
+    plot.host.addEventListener("pointermove", (event) => { if (plot.inner && plot.drawn) hover(plot, event); });
+    plot.host.addEventListener("pointerleave", () => { plot.tip.hidden = true; plot.over = undefined; });
+    plot.host.addEventListener("keydown", () => { plot.tip.hidden = true; plot.over = undefined; }, { capture: true });
     let down = null;
     plot.host.addEventListener("pointerdown", (event) => { down = [event.clientX, event.clientY]; });
     plot.host.addEventListener("click", (event) => {
