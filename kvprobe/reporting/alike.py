@@ -68,7 +68,7 @@ def unlike(before: Recording, after: Recording) -> list[str]:
     formats = [sorted({one.format for one in recording.source}) for recording in (before, after)]
     if formats[0] != formats[1]:
         out.append(
-            f"the recordings were made by different recorders ({' and '.join(', '.join(one) for one in formats)})"
+            f"different recorders made the recordings ({' and '.join(', '.join(one) for one in formats)})"
         )
     work = [_work(recording) for recording in (before, after)]
     if all(work):
