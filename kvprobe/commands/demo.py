@@ -228,7 +228,7 @@ def show(outcome: dict[str, Any]) -> None:
         table.add_row(text, duration(shared[key]), duration(auto[key]))
     link = outcome["link_bytes_per_s"]
     table.add_row(
-        "GB/s (of the link)",
+        "GB/s (share of the link)",
         *(f"{one['bytes_per_s'] / 1e9:.2f} ({link_share(one['bytes_per_s'] / link)})" for one in (shared, auto)),
     )
     table.add_section()  # of whole phases, before the switch and after it
@@ -255,7 +255,7 @@ def show(outcome: dict[str, Any]) -> None:
             f"{avoided / 1e9:.2f} GB of that",
             highlight=False,
         )
-    console.print(f"{outcome['bytes_verified'] / 1e9:.2f} GB compared on both sides, all equal", highlight=False)
+    console.print(f"{outcome['bytes_verified'] / 1e9:.2f} GB compared at source and destination, all equal", highlight=False)
     console.print(f"report: {outcome['report']}", highlight=False)
 
 

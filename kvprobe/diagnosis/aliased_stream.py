@@ -66,7 +66,7 @@ def find(joined: JoinedRecording) -> Finding | None:
                 share=1.0,
             ),
             Change(
-                "Compare .cuda_stream of what torch.cuda.Stream() returns with the streams in use, "
+                "Compare .cuda_stream of each new torch.cuda.Stream() with the streams in use, "
                 "and ask for another where they are equal",
                 share=1.0,
             ),

@@ -39,7 +39,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     where = joined.places(calls, ns)
     return joined.finding(
         CAUSE,
-        "The device was idle for {lost} while the host prepared, in {calls} gaps",
+        "The GPU was idle for {lost}, in {calls} gaps, while the host prepared the next step",
         "likely",
         Loss(
             lost,
@@ -65,7 +65,7 @@ def find(joined: JoinedRecording) -> Finding | None:
                 MEASURED,
             ),
             Evidence(
-                "each gap ended with a launch made after it had begun: the queue was empty, not full",
+                "each gap ended with a launch that was made after the gap began: the queue was empty, not full",
                 len(calls),
                 "calls",
                 INFERRED,

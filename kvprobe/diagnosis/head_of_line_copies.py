@@ -137,7 +137,7 @@ def _finding(joined: JoinedRecording, found: list[_Waits]) -> Finding | None:
     each, lost = until - since, _lost(joined, rows, since, until)
     return joined.finding(
         CAUSE,
-        "{calls} small copies waited {lost} behind other streams' bursts",
+        "{calls} small copies waited {lost} behind bursts of copies on other streams",
         "likely",
         Loss(
             lost,
@@ -166,7 +166,7 @@ def _finding(joined: JoinedRecording, found: list[_Waits]) -> Finding | None:
         cure=(
             Change("Submit the small copies of the next step before the burst, not behind it", share=1.0),
             Change(
-                "Cut bursts into pieces and submit the next piece when the last has ended (pacing)",
+                "Cut bursts into pieces and submit the next piece when the previous one has ended (pacing)",
                 share=1 - saved / max(lost, 1),
             ),
             Change(

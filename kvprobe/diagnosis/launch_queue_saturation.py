@@ -78,7 +78,7 @@ def _slow_records(joined: JoinedRecording) -> Finding | None:
     ours = any(one.format == "kvprobe" for one in joined.recording.source)
     return joined.open_question(
         CAUSE,
-        "The launch queue may have been full: {calls} records of events took {lost} longer than others",
+        "The launch queue may have been full: {calls} calls that record an event took {lost} longer than usual",
         rows,
         ns,
         evidence=(
@@ -90,14 +90,14 @@ def _slow_records(joined: JoinedRecording) -> Finding | None:
                 MEASURED,
             ),
         ),
-        because="the records of events that took long found slots in their queues, by what was counted"
+        because="the calls that record events were slow although their queues had free slots, as far as submissions were counted"
         if told
-        else "records of events waited, and the recording does not hold every record with its stream",
-        record="Keep each record of an event: kvprobe run --detail launches"
+        else "calls that record an event waited, and the recording does not contain all of them with their streams",
+        record="Record every event call: kvprobe run --detail launches"
         if ours
         else "Record again with Python stacks (kvprobe run), to see where the thread was"
         if told
-        else "Record with Nsight Systems (kvprobe run --nsys), which tells the stream of each record",
+        else "Record with Nsight Systems (kvprobe run --nsys), which shows the stream of each call",
         chart=joined.slow_calls_chart(rows, "Records of events that took long"),
     )
 
@@ -135,7 +135,7 @@ def _crowded(joined: JoinedRecording) -> Finding | None:
         ),
         because="the recording does not say which streams share a channel, and streams that had slots themselves held "
         "together what a channel takes",
-        record="Record with the PyTorch profiler of June 2026 or later, which tells channels; or run once with "
+        record="Record with the PyTorch profiler of June 2026 or later, which records channels; or run once with "
         "CUDA_DEVICE_MAX_CONNECTIONS=32 and compare",
         chart=joined.slow_calls_chart(rows, "Slow submissions of streams whose queues had free slots"),
     )
@@ -154,7 +154,7 @@ def open_question(joined: JoinedRecording) -> Finding | None:
         return None
     return joined.open_question(
         CAUSE,
-        "The launch queue may have been full: {calls} calls took {lost} longer with most outstanding",
+        "The launch queue may have been full: {calls} calls took {lost} longer than usual while many submissions were outstanding",
         rows,
         ns,
         evidence=(
@@ -235,7 +235,7 @@ def _of_queues(found: Full) -> list[Evidence]:
     if np.isfinite(first.aligned):
         evidence.append(
             Evidence(
-                f"{first.aligned:.0%} of them return when their stream moves on; "
+                f"{first.aligned:.0%} of them returned when their stream finished an operation; "
                 f"by chance it would be {first.chance:.0%}",
                 first.aligned,
                 "1",
@@ -288,12 +288,12 @@ def _cure(joined: JoinedRecording, found: Full) -> list[Change]:
             Change(
                 "Launch fewer, larger pieces of work: CUDA graphs, fused kernels; the device is behind, not the host"
             ),
-            Change("Let another thread do what the blocked thread does besides launching"),
+            Change("Let another thread do the work that the blocked thread does besides launching"),
         ]
     channels = joined.recording.machine.get("channels") or 4
     return [
         *cure,
-        Change("Submit each transfer as one gather kernel, which takes one slot: a batch takes one for 25 copies")
+        Change("Submit each transfer as one gather kernel, which takes one slot: a batch takes one slot for every 25 copies")
         if of_batches
         else Change(
             "Submit fewer, larger pieces: one cudaMemcpyBatchAsync or one gather kernel per transfer; a batch "
@@ -302,7 +302,7 @@ def _cure(joined: JoinedRecording, found: Full) -> list[Change]:
         ),
         Change(
             f"Give each transfer a stream of its own, up to the {channels} hardware channels, and never submit "
-            "past the depth (kvprobe's engine: pooled; for servers `kvprobe run --fix auto`)",
+            "more than the queue holds (kvprobe's engine: pooled; for servers `kvprobe run --fix auto`)",
             "rung",
             "pooled",
             "auto",
@@ -321,7 +321,7 @@ def _fewer_records(joined: JoinedRecording, found: Full) -> list[Change]:
     submitted = int((joined.submits & np.isin(joined.stream, joined.stream[rows])).sum())
     return [
         Change(
-            f"Record one event behind a transfer or a step, not behind each piece: {records:,} records took "
+            f"Record one event after each transfer or step, not after each piece: {records:,} records took "
             "slots of the queue as well",
             share=spared(joined, found, "saturation", 1 + records / max(submitted, 1)),
         )

@@ -234,11 +234,11 @@ def _saving(joined: JoinedRecording, sides: list[_Side]) -> tuple[list[Evidence]
     ]
     cure = [
         Change("Join contiguous blocks into one copy before submitting", share=merged_ns / total if known else None),
-        Change("cudaMemcpyBatchAsync (CUDA 12.8 and later): one call for all blocks of a transfer", share=BATCH_GAIN),
+        Change("Use cudaMemcpyBatchAsync (CUDA 12.8 and later): one call copies all blocks of a transfer", share=BATCH_GAIN),
         Change(
-            "One gather or scatter kernel for a transfer of many small blocks; it takes multiprocessors, so measure"
+            "Use one gather or scatter kernel for a transfer of many small blocks; it takes multiprocessors from the model, so measure the effect"
         ),
-        Change("Larger blocks, or a layout that keeps all layers of a block together"),
+        Change("Use larger blocks, or a layout that keeps all layers of a block together"),
     ]
     return evidence, cure
 
@@ -261,7 +261,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     got = joined.device.claim(CAUSE, rows, excess)
     return joined.finding(
         CAUSE,
-        "{calls} small copies cost {lost} beyond their bytes",
+        "{calls} small copies took {lost} longer than their bytes need on the link",
         "likely" if any(side.assumed for side in sides) else "certain",
         Loss(
             int(got.sum()) + between,

@@ -118,7 +118,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     rows = np.concatenate(guilty)
     return joined.finding(
         CAUSE,
-        "{calls} stores are not ordered after the compute that writes what they read",
+        "{calls} stores are not ordered after the kernels that write their data",
         "likely",
         unordered_loss(joined, rows),
         severity="critical",

@@ -300,7 +300,7 @@ def _waited(joined: JoinedRecording, rows: Array, ns: Array, back: Array) -> Fin
         ),
         cure=(
             Change(
-                "Order with events instead of waiting: record an event behind the copy, and let the compute stream "
+                "Order with events instead of waiting: record an event after the copy, and let the compute stream "
                 "wait for it (cudaStreamWaitEvent, torch.cuda.Stream.wait_event)",
                 share=1.0,
             ),

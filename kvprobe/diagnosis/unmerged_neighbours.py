@@ -82,7 +82,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     between = near(joined).gap_ns[rows]
     return joined.host_finding(
         CAUSE,
-        "{calls} copies continued the copy before them and could have been part of it: their calls took {lost}",
+        "{calls} copies could have been merged with the copy before them: their calls took {lost}",
         "likely",
         rows,
         ns,

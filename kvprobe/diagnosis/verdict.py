@@ -40,7 +40,7 @@ _COPIES = (
     "with ProfilerActivity.CUDA"
 )
 _DEVICE = "record with device activity: `kvprobe run --nsys`, `nsys profile -t cuda`, or torch.profiler with CUDA"
-_LAUNCHES = "keep each launch and event: `kvprobe run --detail launches`"
+_LAUNCHES = "record every launch and event call: `kvprobe run --detail launches`"
 _DETAIL = "keep more calls: `kvprobe run --max-size`, or a shorter run"
 
 

@@ -29,13 +29,13 @@ DID = {
     Line.SUBMITTING: "submitted, operation by operation",
     Line.PYTHON: "was in Python, outside of CUDA calls",
     Line.NO_CPU: "had no CPU",
-    Line.TIER: "read or wrote below CPU memory",
-    Line.ELSEWHERE: "was outside of CUDA calls that submit",
+    Line.TIER: "read or wrote files or sockets",
+    Line.ELSEWHERE: "was in other CUDA calls",
 }
 CURES: dict[Line, Change] = {
     Line.FULL_QUEUE: Change("Submit less at once, or through several streams", "setting"),
     Line.WAITING_FOR_DEVICE: Change(
-        "Do not wait on the host between two steps: submit the next one first, order with events", share=1.0
+        "Do not let the host wait between two steps: submit the next step first, and order the work with events", share=1.0
     ),
     Line.ALLOCATING: Change("Allocate and pin once, before serving, and keep the memory", share=1.0),
     Line.PAGEABLE: Change("Copy from pinned memory (`kvprobe run --fix auto` does it for large copies)", share=1.0),

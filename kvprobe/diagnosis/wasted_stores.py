@@ -220,7 +220,7 @@ def _unread(joined: JoinedRecording, stores: Array) -> Finding | None:
                 share=1.0,
             ),
             Change("A larger pool in CPU memory, so that blocks stay until they are asked for"),
-            Change("Switch storing off where hardly anything is ever loaded", share=1.0),
+            Change("Switch storing off if almost nothing is ever loaded", share=1.0),
         ),
     )
 

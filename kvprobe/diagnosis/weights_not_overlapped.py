@@ -183,7 +183,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     rows, loss_ns = np.concatenate(chosen), np.concatenate(losses)
     return joined.device_finding(
         CAUSE,
-        "Weight copies that compute could have hidden cost {lost}",
+        "The GPU waited {lost} for weight copies that could have run while it computed",
         "certain" if reason.startswith("the same sources") else "likely",
         rows,
         loss_ns,

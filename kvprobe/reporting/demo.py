@@ -278,7 +278,7 @@ def _played(outcome: Mapping[str, Any]) -> PageHead:
     if outcome["redundant_bytes_avoided"]:
         facts.append(Fact("Redundant loads avoided", bytes_text(outcome["redundant_bytes_avoided"]), outcome["dedup"]))
     if outcome["bytes_verified"]:
-        facts.append(Fact("Verified", bytes_text(outcome["bytes_verified"]), "compared on both sides, all equal"))
+        facts.append(Fact("Verified", bytes_text(outcome["bytes_verified"]), "compared at source and destination, all equal"))
     if not outcome["switches"] and not (p99 and base and p99 > 3 * base):
         headline = (
             f"No saturation: submitting a copy took {duration(p99)} at p99, beside a baseline of {duration(base)}."

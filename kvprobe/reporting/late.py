@@ -63,7 +63,7 @@ def sentences(told: Requests) -> list[str]:
         from_step = told.requests - told.arrivals
         out[1] += f" {from_step:,} requests are counted from their first step: when they arrived was not recorded."
     if told.undecided:
-        return [*out, f"Undecided which steps were late: {told.undecided}."]
+        return [*out, f"It is undecided which steps were late: {told.undecided}."]
     late = f"{told.late_steps:,} of {told.steps:,} steps and {len(told.late_requests):,} of {told.requests:,} requests"
     out.append(f"Late: {late}.")
     rare = sum(one.usual.count for one in told.phases if one.undecided)

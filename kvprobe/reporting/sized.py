@@ -90,7 +90,7 @@ def sentences(one: Sizing) -> list[str]:
     if one.followed < 1:
         out[0] += f" Known from a sample of the blocks, {percent(one.followed)} of them."
     if one.undecided:
-        out.append(f"Undecided which size it should have: {one.undecided}.")
+        out.append(f"It is undecided which size it should have: {one.undecided}.")
     elif one.advised is not None:
         out.append(_advice(one, one.advised))
     out.append(_misses(one))
@@ -128,8 +128,8 @@ def _paying(one: Sizing) -> list[str]:
     even = one.break_even_tokens
     if even is None or one.rates.saved_ns is None:
         lacks = "; ".join(one.rates.lacks) or "a block's size is not known"
-        return [f"From which length on loading beats computing cannot be told, because {lacks}."]
+        return [f"It is not known from which length on loading is faster than computing, because {lacks}."]
     if math.isinf(even):
         return ["Computing is faster than loading at every length."]
     each = f"; a block that is found saves {duration(one.rates.saved_ns)}" if one.pays else ""
-    return [f"Loading beats computing from {math.ceil(even):,} tokens on{each}."]
+    return [f"Loading is faster than computing from {math.ceil(even):,} tokens on{each}."]

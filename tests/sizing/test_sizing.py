@@ -214,7 +214,7 @@ def test_the_command_prints_and_its_exit_code_tells_whether_anything_is_decided(
     (pool,) = json.loads(capsys.readouterr().out)["pools"]
     assert pool["advised"]["blocks"] in [point["blocks"] for point in pool["points"]]
     assert main(["size", str(tmp_path / "short")]) == 1
-    assert "Undecided which size it should have: only 0 blocks" in capsys.readouterr().out
+    assert "It is undecided which size it should have: only 0 blocks" in capsys.readouterr().out
 
 
 def test_a_recording_without_blocks_is_undecided(capsys) -> None:
