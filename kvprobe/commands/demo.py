@@ -236,26 +236,29 @@ def show(outcome: dict[str, Any]) -> None:
     console = Console()
     console.print(table)
     console.print(
-        f"submitting a copy to the full queue took {duration(shared['submit_p99_ns'])} at p99; to an empty one it "
-        f"usually takes {duration(outcome['baseline_submit_ns'])}",
+        f"submitting a copy to the full queue took {duration(shared['submit_p99_ns'])} at p99; while the queue has "
+        f"free slots, it takes {duration(outcome['baseline_submit_ns'])}",
         highlight=False,
     )
     for one in outcome["switch_log"]:
-        console.print(f"{one['before']} -> {one['after']}: {one['reason']}", highlight=False)
+        console.print(f"switched from {one['before']} to {one['after']}: {one['reason']}", highlight=False)
     if outcome["onset_ms"] is not None:
         console.print(
-            f"noticed after {outcome['onset_ms']:.1f} ms and "
+            f"kvprobe noticed after {outcome['onset_ms']:.1f} ms and "
             + singular(f"{outcome['blocked_calls_before_switch']:,} blocked calls"),
             highlight=False,
         )
     if avoided := outcome["redundant_bytes_avoided"]:  # how many overlap depends on how fast loads are asked for
         overlapping = avoided + auto["redundant_bytes"]
         console.print(
-            f"under auto, {overlapping / 1e9:.2f} GB were requested again while they were being loaded; dedup skipped "
-            f"{avoided / 1e9:.2f} GB of that",
+            f"under auto, requests asked for {overlapping / 1e9:.2f} GB that were already being loaded; kvprobe "
+            f"skipped "
+            f"{avoided / 1e9:.2f} GB of these loads (dedup)",
             highlight=False,
         )
-    console.print(f"{outcome['bytes_verified'] / 1e9:.2f} GB compared at source and destination, all equal", highlight=False)
+    console.print(
+        f"{outcome['bytes_verified'] / 1e9:.2f} GB compared at source and destination, all equal", highlight=False
+    )
     console.print(f"report: {outcome['report']}", highlight=False)
 
 

@@ -79,7 +79,10 @@ def find(joined: JoinedRecording) -> Finding | None:
 def _changes(names: dict[str, int]) -> list[Change]:
     """What to do about calls of these names, ns: host memory is pinned by other calls than a device's is allocated."""
     pinning = sum(ns for name, ns in names.items() if "Host" in name)
-    pool = "Allocate and pin memory once, before serving, and take buffers from this pool (one large cudaHostAlloc or cudaHostRegister)"
+    pool = (
+        "Allocate and pin memory once, before serving, and take buffers from this pool (one large cudaHostAlloc "
+        "or cudaHostRegister)"
+    )
     out = [Change(pool, share=1.0)]
     of_host = Change("torch: reuse pinned tensors: .to('cpu', non_blocking=True) allocates a pinned one each time")
     of_device = [

@@ -105,17 +105,20 @@ def _of_copies(joined: JoinedRecording, found: Full) -> tuple[Change, ...]:
         Change(
             "Submit the loads only after the work that they wait for has ended"
             if of_loads
-            else "Submit the store after the forward pass that it waits for has ended, or at the start of the next step (vLLM "
+            else "Submit the store after the forward pass that it waits for has ended, or at the start of the next "
+            "step (vLLM "
             "0.14)",
             share=1.0,
         ),
         deeper(joined, found, "fence"),
         Change(
-            "While the stream waits, submit no more than the queue holds: use one cudaMemcpyBatchAsync or one kernel per transfer",
+            "While the stream waits, submit no more than the queue holds: use one cudaMemcpyBatchAsync or one "
+            "kernel per transfer",
             share=spared(joined, found, "fence", BATCHED),
         ),
         Change(
-            f"Spread the copies over several streams that wait for the same event, up to the {channels} channels (kvprobe's engine: "
+            f"Spread the copies over several streams that wait for the same event, up to the {channels} channels "
+            f"(kvprobe's engine: "
             "pooled; for servers `kvprobe run --fix auto`)",
             "rung",
             "pooled",
@@ -129,7 +132,9 @@ def _of_copies(joined: JoinedRecording, found: Full) -> tuple[Change, ...]:
 def _of_launches(joined: JoinedRecording, found: Full) -> tuple[Change, ...]:
     """What helps where it is launches that wait."""
     return (
-        Change("Launch only after the work that the stream waits for has ended: until then, the thread is free", share=1.0),
+        Change(
+            "Launch only after the work that the stream waits for has ended: until then, the thread is free", share=1.0
+        ),
         deeper(joined, found, "fence"),
         Change("Launch fewer, larger pieces of work after the wait: CUDA graphs, fused kernels"),
     )

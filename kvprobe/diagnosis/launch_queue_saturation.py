@@ -90,7 +90,10 @@ def _slow_records(joined: JoinedRecording) -> Finding | None:
                 MEASURED,
             ),
         ),
-        because="the calls that record events were slow although their queues had free slots, as far as submissions were counted"
+        because=(
+            "the calls that record events were slow although their queues had free slots, as far as submissions "
+            "were counted"
+        )
         if told
         else "calls that record an event waited, and the recording does not contain all of them with their streams",
         record="Record every event call: kvprobe run --detail launches"
@@ -127,14 +130,14 @@ def _crowded(joined: JoinedRecording) -> Finding | None:
         left[rows],
         evidence=(
             Evidence(
-                f"the copies of their direction, of all streams together, were up to {most:,} outstanding",
+                f"up to {most:,} copies of this direction were outstanding, on all streams together",
                 most,
                 "1",
                 MEASURED,
             ),
         ),
-        because="the recording does not say which streams share a channel, and streams that had slots themselves held "
-        "together what a channel takes",
+        because="the recording does not say which streams share a channel: each stream had free slots, but together "
+        "they held as many submissions as one channel takes",
         record="Record with the PyTorch profiler of June 2026 or later, which records channels; or run once with "
         "CUDA_DEVICE_MAX_CONNECTIONS=32 and compare",
         chart=joined.slow_calls_chart(rows, "Slow submissions of streams whose queues had free slots"),
@@ -154,12 +157,13 @@ def open_question(joined: JoinedRecording) -> Finding | None:
         return None
     return joined.open_question(
         CAUSE,
-        "The launch queue may have been full: {calls} calls took {lost} longer than usual while many submissions were outstanding",
+        "The launch queue may have been full: {calls} calls took {lost} longer than usual while many submissions "
+        "were outstanding",
         rows,
         ns,
         evidence=(
             Evidence(
-                f"{len(rows):,} slow calls were entered with "
+                f"{len(rows):,} slow calls began with "
                 f"{range_of(joined.occupancy.depth[rows])} submissions outstanding on their stream",
                 len(rows),
                 "calls",
@@ -201,8 +205,8 @@ def _of_calls(joined: JoinedRecording, found: Full) -> list[Evidence]:
     own = joined.dur[rows][2 * found.ns["saturation"] >= joined.dur[rows]]  # of the others most is another cause's
     evidence = [
         Evidence(
-            f"{len(rows):,} calls were entered with {range_of(joined.occupancy.depth[rows])} submissions outstanding, "
-            f"where the queue is full, and lost {ms(lost)}",
+            f"{len(rows):,} calls began with {range_of(joined.occupancy.depth[rows])} submissions outstanding, which "
+            f"means a full queue, and lost {ms(lost)}",
             lost,
             "ns",
             LABELLED if labelled else MEASURED if found.how == "plateau" else INFERRED,
@@ -293,7 +297,10 @@ def _cure(joined: JoinedRecording, found: Full) -> list[Change]:
     channels = joined.recording.machine.get("channels") or 4
     return [
         *cure,
-        Change("Submit each transfer as one gather kernel, which takes one slot: a batch takes one slot for every 25 copies")
+        Change(
+            "Submit each transfer as one gather kernel, which takes one slot: a batch takes one slot for every 25 "
+            "copies"
+        )
         if of_batches
         else Change(
             "Submit fewer, larger pieces: one cudaMemcpyBatchAsync or one gather kernel per transfer; a batch "

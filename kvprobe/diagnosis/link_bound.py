@@ -133,7 +133,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     together = f", {gpus} GPUs together" if gpus > 1 else ""
     return joined.device_finding(
         CAUSE,
-        f"The link is the limit: {{lost}} of copying with nothing to compute{together}",
+        f"The link is the limit: copies ran for {{lost}} while nothing computed{together}",
         "certain",
         rows,
         np.concatenate(losses),

@@ -258,7 +258,10 @@ def _evidence(joined: JoinedRecording, found: _Repeats) -> list[Evidence]:
     wasted, moved = int(joined.bytes[rows].sum()), int(joined.bytes[loads].sum())
     kinds_of = (
         (found.held, "brought bytes that an earlier load had brought, and no copy had written over them since"),
-        (found.arrived, "copied the same source to the same destination again, with no copy to either of them in between"),
+        (
+            found.arrived,
+            "copied the same source to the same destination again, with no copy to either of them in between",
+        ),
         (found.unseen, "were submitted before the host had waited for the previous load of the same bytes"),
     )
     counts = [(int((mask & chosen).sum()), what) for mask, what in kinds_of]

@@ -234,9 +234,12 @@ def _saving(joined: JoinedRecording, sides: list[_Side]) -> tuple[list[Evidence]
     ]
     cure = [
         Change("Join contiguous blocks into one copy before submitting", share=merged_ns / total if known else None),
-        Change("Use cudaMemcpyBatchAsync (CUDA 12.8 and later): one call copies all blocks of a transfer", share=BATCH_GAIN),
         Change(
-            "Use one gather or scatter kernel for a transfer of many small blocks; it takes multiprocessors from the model, so measure the effect"
+            "Use cudaMemcpyBatchAsync (CUDA 12.8 and later): one call copies all blocks of a transfer", share=BATCH_GAIN
+        ),
+        Change(
+            "Use one gather or scatter kernel for a transfer of many small blocks; it takes multiprocessors from "
+            "the model, so measure the effect"
         ),
         Change("Use larger blocks, or a layout that keeps all layers of a block together"),
     ]

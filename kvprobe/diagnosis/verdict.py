@@ -98,7 +98,7 @@ def missing(recording: Recording, window: ServingWindow | None = None) -> list[M
     elif made < ENOUGH:
         few = "too few to tell a full queue from chance"
         if counted >= ENOUGH and not window.given:
-            out.append(MissingPart(f"of {counted:,} submissions it holds {made} one by one, {few}", _LAUNCHES))
+            out.append(MissingPart(f"it has the details of only {made} of {counted:,} submissions, {few}", _LAUNCHES))
         else:
             out.append(MissingPart(f"it holds {made} submission{'s' if made > 1 else ''}, {few}", _COPIES))
     out += _unseen(recording)
@@ -212,13 +212,13 @@ def _not_computing(gpu: GpuAccount) -> list[MissingPart]:
     if share >= UNKNOWN_SHARE:
         why = max(unknown, key=lambda reason: unknown[reason])
         out.append(
-            MissingPart(f"of {share:.0%} of the time it is not known what the GPU did, because {why.text}", _DEVICE)
+            MissingPart(f"for {share:.0%} of the time, it is not known what the GPU did, because {why.text}", _DEVICE)
         )
     waited = gpu.waiting_share
     if waited >= WAITED_SHARE:
         time = _with_something_to_do(gpu)
         out.append(
-            MissingPart(f"the GPU waited {waited:.0%} of {time}, and nothing shows whether a model did", _COPIES)
+            MissingPart(f"the GPU waited {waited:.0%} of {time}, and nothing shows whether a model waited too", _COPIES)
         )
     return out
 
@@ -229,7 +229,7 @@ def statement(account: Account) -> str:
     if not seen:
         return "no submission waited for a reason that can be fixed"
     gpu = min(seen, key=lambda one: one.share(Line.COMPUTING))
-    name = "the GPU" if len(seen) == 1 else f"GPU {gpu.device}, which did so least,"
+    name = "the GPU" if len(seen) == 1 else f"GPU {gpu.device}, which computed least,"
     parts = [f"{name} computed {gpu.share(Line.COMPUTING):.0%} of {gpu.window_ns / 1e6:,.4g} ms"]
     shares = {
         "waited {} for copies": gpu.share(*COPIES),

@@ -174,12 +174,13 @@ def _submitted(found: _Alone) -> list[Evidence]:
     late, held, of = int(found.late.sum()), int(found.held.sum()), f"of {len(found.rows):,} copies were submitted"
     out = []
     if late:
-        text = f"{late:,} {of} when no kernel ran any more: too late to run beside one"
+        text = f"{late:,} {of} only when no kernel was running any more: too late to run while the GPU computes"
         out.append(Evidence(text, late, "calls", COUNTED))
     if held:
         text = (
-            f"{held:,} {of} in time to run beside kernels, and began only after them: an event, or other copies, stood "
-            "in front of them in their stream"
+            f"{held:,} {of} early enough to run beside kernels, but began only after them: they had to wait for an "
+            f"event "
+            "or for other copies in their stream"
         )
         out.append(Evidence(text, held, "calls", COUNTED))
     return out

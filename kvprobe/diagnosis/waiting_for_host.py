@@ -35,7 +35,8 @@ DID = {
 CURES: dict[Line, Change] = {
     Line.FULL_QUEUE: Change("Submit less at once, or through several streams", "setting"),
     Line.WAITING_FOR_DEVICE: Change(
-        "Do not let the host wait between two steps: submit the next step first, and order the work with events", share=1.0
+        "Do not let the host wait between two steps: submit the next step first, and order the work with events",
+        share=1.0,
     ),
     Line.ALLOCATING: Change("Allocate and pin once, before serving, and keep the memory", share=1.0),
     Line.PAGEABLE: Change("Copy from pinned memory (`kvprobe run --fix auto` does it for large copies)", share=1.0),
@@ -84,7 +85,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     if lacks:
         title = f"Nothing ran for {{lost}} between copies, and {lacks}"
         return joined.line_question(CAUSE, title, gpu, loss, evidence, lacks)
-    title = f"The GPU waited {{lost}} for the host, {of_the_time(lost, gpu)}: mostly the thread {DID[first]}"
+    title = f"The GPU waited {{lost}} for the host, {of_the_time(lost, gpu)}: for most of it, the thread {DID[first]}"
     cure = [_of_part(CURES[line], by_line[line] / lost) for line in lines[:3]]
     return joined.line_finding(CAUSE, title, gpu, loss, evidence=evidence, cure=cure)
 

@@ -67,9 +67,7 @@ def unlike(before: Recording, after: Recording) -> list[str]:
     out = []
     formats = [sorted({one.format for one in recording.source}) for recording in (before, after)]
     if formats[0] != formats[1]:
-        out.append(
-            f"different recorders made the recordings ({' and '.join(', '.join(one) for one in formats)})"
-        )
+        out.append(f"different recorders made the recordings ({' and '.join(', '.join(one) for one in formats)})")
     work = [_work(recording) for recording in (before, after)]
     if all(work):
         total = [sum(one.values()) for one in work]

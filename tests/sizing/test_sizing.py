@@ -91,7 +91,7 @@ def test_a_loop_larger_than_the_pool_is_a_matter_of_capacity_and_one_pass_is_not
     assert loop.advised is not None and loop.advised.blocks == 300 and loop.advised.hit_share == pytest.approx(0.8)
     (once,) = of_recording(noted([*range(1_500)], 200))
     assert (once.first_share, once.too_small_share, once.advised) == (1, 0, None)
-    assert "only 0 blocks were asked for again: record for longer" in once.undecided
+    assert "only 0 blocks were requested more than once: record for longer" in once.undecided
 
 
 def test_what_the_recording_is_too_short_for_is_undecided() -> None:
