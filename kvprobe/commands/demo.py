@@ -50,8 +50,9 @@ RECORDS = 1 << 19  # of a thread, over all phases
 def command(device: str, as_json: bool, report: Path, seconds: float) -> None:
     """Fill a launch queue, see how kvprobe notices it and switches, and write a report.
 
-    Hundreds of requests with shared prefixes load their KV blocks from CPU memory while a loop runs that is like a
-    model's, and whose steps become slower: first over one shared stream, then the same number of requests under auto.
+    The demo simulates a server. Hundreds of requests with shared prefixes load their KV blocks from CPU memory, while a
+    loop runs steps like those of a model. First, all copies use one shared stream, and the steps become slower. Then
+    the same number of requests run under the policy auto, and kvprobe may switch streams.
     """
     from kvprobe.reporting import check_writable
 

@@ -29,15 +29,15 @@ __all__ = ["command", "side_by_side"]
 def command(before: Path, after: Path, output: Path | None, force: bool, as_json: bool, window: WindowOptions) -> int:
     """Say whether AFTER is better than BEFORE, and what changed: findings gone or new, calls slower or faster.
 
-    Changes of at least 1% of the recorded time count: in what findings lost, and in what a typical submission costs, of
-    the calls that both recordings hold.
+    kvprobe compares what each finding cost, and what a typical submission costs in the calls that both recordings have.
+    A change counts if it is at least 1% of the recorded time. Lost time is compared as a share of the recorded time,
+    because recordings differ in length.
 
-    Time lost is compared as a share of the recorded time, because recordings differ in length. A call is called slower
-    or faster when the 95% interval of the ratio does not include 1 and the change is over 5%; the interval is a block
-    bootstrap.
+    A call counts as slower or faster if it changed by more than 5% and the 95% interval of the change does not include
+    1 (by block bootstrap).
 
-    A recording that is cut off, empty or says too little proves no finding gone: what it does not show is undecided,
-    and the exit code is 1. --from, --to and --range compare a part of each.
+    A recording that is cut off, empty or does not show enough cannot prove that a finding is gone. The result is then
+    undecided, and the exit code is 1. --from, --to and --range compare a part of each recording.
     """
     from kvprobe.reporting import check_writable
 

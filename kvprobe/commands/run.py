@@ -62,7 +62,7 @@ class CannotRunError(KvprobeError):
     type=click.Choice(["off", "auto"]),
     default="off",
     show_default=True,
-    help="Change how the command copies where that pays: adapters, and staging of pageable memory.",
+    help="auto: change how the command copies where this measurably helps (adapters, staging of pageable memory).",
 )
 @click.option(
     "--stacks/--no-stacks",
