@@ -57,7 +57,7 @@ def recording_options(command: F) -> F:
             type=click.Choice(["totals", "copies", "launches"]),
             default="copies",
             show_default=True,
-            help="Which calls are kept one by one: `copies` keeps every copy and the slow launches, `launches` keeps all"
+            help="Which single calls are kept: `copies` keeps every copy and the slow launches, `launches` keeps all"
             " launches too, `totals` keeps slow calls only. The sums are always exact.",
         ),
         click.option(
