@@ -1,17 +1,17 @@
 """A stream is told to wait for a forward pass, and is then given more copies than its queue holds.
 
-Mechanism: the store waits for the compute stream (it must), and is then submitted while the forward still runs. Nothing
-drains, so the first call past the depth blocks for all that is left of the forward, on the thread that should launch
-the next step. Measured on an H200: 28.9 ms in one call behind a 30 ms forward.
+Mechanism: a store must wait for the compute stream, but its copies are submitted while the forward pass still runs.
+None of them can start, so the queue fills up. The next call blocks until the forward pass ends, on the thread that
+should launch the next step. Measured on an H200: 28.9 ms in one call behind a 30 ms forward.
 
-Signature: a submission at the full depth of its stream (a plateau, or a single call at a depth that real queues have)
-during most of which nothing of that stream executed, and which returns when the stream begins to move. In plain
-saturation the stream executes all the time and each call waits for one operation; what blocks after the fence has
-opened is plain saturation and is counted there.
+Signature: a submission blocks at the full depth of its stream (a plateau, or a single call at a depth that real queues
+have). For most of the call, the stream executes nothing, and the call returns when the stream starts to execute. In
+`launch_queue_saturation`, the stream executes all the time and each call waits for one operation; calls that block
+after the stream has started belong there.
 
-Time lost: the part of the blocked calls in which the stream stood still. Predicted saving: all of it where the store is
-submitted after the forward; of more slots, the calls played again (`deeper_queue`): the first copy too many blocks
-for the rest of the forward, however many found a slot before it.
+Time lost: the part of the blocked calls in which the stream stood still. Predicted saving: all of it, if the store is
+submitted after the forward pass. For a deeper queue, the calls are simulated with more slots (`deeper_queue`): the
+first copy that finds no slot blocks for the rest of the forward pass.
 """
 
 from __future__ import annotations

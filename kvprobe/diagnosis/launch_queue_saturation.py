@@ -1,17 +1,19 @@
 """The launch queue behind a stream is full: each further submission waits until an earlier one has been served.
 
 Mechanism: a stream takes about a thousand submissions (1,021 on an H200, 1,022 on a V100, 1,135 to 1,141 seen on an
-H100). The next call blocks until the device has freed a slot, so a call that costs a microsecond takes as long as the
-operation in front of the queue, on the thread that submits.
+H100). The next call blocks until the device has freed a slot, so a call that usually takes a microsecond takes as long
+as the oldest operation in the queue, and blocks the thread that submits.
 
-Signature: all three of (see `recordings.occupancy`) depths that stop at a plateau, calls that cost more there than
-below it, returns that follow the stream's progress more closely than chance. Or the recorder's own label (CUPTI, 12.4:
-command buffer full), which is used where it is there and compared with the inference. Deep and cheap is healthy; slow
-and shallow is another cause. Where one of the three is missing this abstains and says which.
+Signature: three signs, of which all are needed (see `recordings.occupancy`). The depth of the queue stops growing at
+one value; calls at this depth take longer than calls below it; and they return when the stream finishes an operation,
+more often than by chance. If the recorder labels full queues itself (CUPTI 12.4: command buffer full), kvprobe uses
+the label and compares it. A deep queue with fast calls is healthy; slow calls at a low depth have another cause. If
+one sign is missing, kvprobe says which, and does not decide.
 
-Predicted saving: of each change the calls played again with the slots that it alone adds (`deeper_queue`): queues
-four times as deep; a stream for each transfer, up to the machine's channels (else CUDA's default of 4) times as deep;
-batches, eight times. `CUDA_DEVICE_MAX_CONNECTIONS` gives one stream nothing, and is not among them.
+Predicted saving: for each change, the calls are simulated with the slots that this change adds (`deeper_queue`).
+Deeper queues have four times as many slots; a stream for each transfer, as many times as the machine has channels
+(CUDA's default is 4); batches, eight times. `CUDA_DEVICE_MAX_CONNECTIONS` does not help a single stream, and is not
+proposed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Only copies ran, for a reason that nothing else explains: what the account calls waiting for copies.
 
-Mechanism: the model's next kernel needs bytes that are still on their way, or the thread that launches it comes after
-them. Loads that are submitted when they are needed, and not a step ahead, run alone however fast the link is; where
+Mechanism: the model's next kernel needs bytes that are still being copied, or its thread launches it only after the
+copies. Loads that are submitted when they are needed, and not a step ahead, run alone however fast the link is; where
 they are submitted ahead and still run alone, their bytes take longer than the compute beside them.
 
-Signature: none of its own. It is what is left of the lines "waiting for copies" when all other causes have claimed
-their part.
+Signature: none of its own. It is the rest of the lines "waiting for copies" that no other cause explains.
 
 Before the first kernel of the window, and after the last one, nothing shows whether a model waited: weights may have
 been loaded, or the model may have ended. What lies there is an open question.

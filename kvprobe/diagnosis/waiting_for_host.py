@@ -1,15 +1,14 @@
 """The GPU ran nothing while its thread was busy with something that no other cause explains.
 
-Mechanism: what ran next had not been submitted. The account says what the thread that submitted it did until then.
+Mechanism: the next operation had not been submitted yet. The account says what its thread did until then.
 
-Signature: none of its own. It is what is left of the lines "waiting for the host" when all other causes have claimed
-their part.
+Signature: none of its own. It is the rest of the lines "waiting for the host" that no other cause explains.
 
 Before the first kernel of the window, and after the last one, nothing shows whether a model waited: weights may have
 been loaded, or the model may have ended. What lies there is an open question.
 
-Time lost: these instants, as wall time. Predicted saving: all of it for preparing ahead, which hides what the thread
-does behind what the GPU does; nothing else is modelled.
+Time lost: these instants, as wall time. Predicted saving: all of it, if the thread prepares the next step while the
+GPU works. Other changes are not modelled.
 """
 
 from __future__ import annotations
