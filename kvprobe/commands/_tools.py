@@ -171,7 +171,7 @@ def _of_requests(documents: _Documents) -> list[Tool]:
         ),
         Tool(
             "request",
-            "One late request: what its tokens waited for, by the lines of the account, and its late steps.",
+            "One late request: what its tokens waited for, split into the lines of the account, and its late steps.",
             {**_ONE, "request": request},
             "requests",
             documents.requests,

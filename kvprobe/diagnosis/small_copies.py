@@ -127,7 +127,7 @@ class _Runs:
     """Runs of small copies of which each continues the one before it.
 
     Attributes:
-        excess_ns: what the copies that continue another one cost beyond their bytes.
+        excess_ns: how much longer the copies that continue another one take than their bytes need.
         evidence: how many runs there are.
     """
 
@@ -163,7 +163,7 @@ class _Side:
 
     Attributes:
         rows: of the executions.
-        excess: ns beyond its bytes of each, and beyond what compute hides.
+        excess: ns that each takes longer than its bytes need, without what compute hides.
         between_ns: pauses of the engine between two of them.
         assumed: whether the rate is.
         runs: None where they are not known.

@@ -10,7 +10,7 @@
  *   then; cudaMemcpy waits for the device, too. Behind work "the driver may synchronize with the stream", or take the
  *   source at once, and somebody may count on a call that returns while that work waits for what its caller does next.
  *   So it is looked at first: once a call of the size has returned before the work in front of it was over, such copies
- *   go as they are for good. Where each of the first ones waited (WATCHED_BEHIND), staged ones wait, too, but not for
+ *   are never staged again. Where each of the first ones waited (WATCHED_BEHIND), staged ones wait, too, but not for
  *   longer than STAGING_MOST_WAIT_NS. No longer is waited for the device anywhere where the program's call might
  * return: a stream without work may share its channel with one that waits for this caller. Then the copy goes as it is.
  * - Device to host: all bytes have arrived when the call returns, whatever was in front of it.
