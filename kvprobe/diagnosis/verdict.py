@@ -191,8 +191,8 @@ def _waited(gpu: GpuAccount) -> str:
     """What a GPU waited for, in a clause."""
     copies, host = (gpu.ns(*lines) / gpu.asked_ns for lines in (COPIES, HOST))
     return (
-        f"the GPU waited {gpu.waiting_share:.0%} of {_with_something_to_do(gpu)}: "
-        f"{copies:.0%} for copies, {host:.0%} for the host"
+        f"the GPU waited for {gpu.waiting_share:.0%} of {_with_something_to_do(gpu)}: "
+        f"{copies:.0%} for copies and {host:.0%} for the host"
     )
 
 
@@ -218,7 +218,10 @@ def _not_computing(gpu: GpuAccount) -> list[MissingPart]:
     if waited >= WAITED_SHARE:
         time = _with_something_to_do(gpu)
         out.append(
-            MissingPart(f"the GPU waited {waited:.0%} of {time}, and nothing shows whether a model waited too", _COPIES)
+            MissingPart(
+                f"the GPU waited for {waited:.0%} of {time}, and nothing shows whether a model was running then",
+                _COPIES,
+            )
         )
     return out
 
@@ -230,14 +233,14 @@ def statement(account: Account) -> str:
         return "no submission waited for a reason that can be fixed"
     gpu = min(seen, key=lambda one: one.share(Line.COMPUTING))
     name = "the GPU" if len(seen) == 1 else f"GPU {gpu.device}, which computed least,"
-    parts = [f"{name} computed {gpu.share(Line.COMPUTING):.0%} of {gpu.window_ns / 1e6:,.4g} ms"]
+    parts = [f"{name} computed for {gpu.share(Line.COMPUTING):.0%} of {gpu.window_ns / 1e6:,.4g} ms"]
     shares = {
-        "waited {} for copies": gpu.share(*COPIES),
-        "{} for the host": gpu.share(*HOST),
+        "waited for copies for {}": gpu.share(*COPIES),
+        "waited for the host for {}": gpu.share(*HOST),
         "had nothing to do for {}": gpu.share(Line.NOTHING_TO_DO),
     }
     parts += [text.format(f"{share:.0%}") for text, share in shares.items() if share >= 0.005]
-    return ", ".join(parts)
+    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 
 def of_full_queue(recording: Recording, found: Examination) -> Verdict:

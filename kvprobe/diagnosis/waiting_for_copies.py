@@ -31,18 +31,19 @@ from kvprobe.recordings.model import Array, Direction, Engine
 CAUSE = cause_of(__name__)
 LOADS, STORES = "loads", "stores"
 AHEAD = Change(
-    "Submit each load a step ahead, on a stream of its own, and let the compute stream wait for its event just before "
-    "the first kernel that needs it (vLLM, SGLang: asynchronous loading or prefetch)",
+    "Submit each load one step earlier, on a stream of its own, and let the compute stream wait for its event just "
+    "before the first kernel that needs it (vLLM, SGLang: asynchronous loading or prefetch)",
     share=1.0,
 )
 HELD = Change(
-    "Let loads run while the model computes: they are submitted ahead and held back. Load into a second buffer, so "
-    "that a load need not wait for the kernels that read the first one, and on a stream that only loads use",
+    "Let loads run while the model computes. Here they are submitted early, but have to wait in their stream. Load "
+    "into a second buffer, so that a load need not wait for the kernels that read the first one; use a stream for "
+    "loads only",
     share=1.0,
 )
 BEHIND = Change(
-    "Let the next step begin before the stores of this one have ended: submit stores on a stream of their own, and "
-    "wait for their events only where their blocks are given to somebody else",
+    "Let the next step begin before the stores of this step have ended: submit stores on a stream of their own, and "
+    "wait for their events only before their blocks are reused",
     share=1.0,
 )
 FEWER = Change(
@@ -207,4 +208,5 @@ def _beside_compute(by_direction: list[tuple[str, int]], loading: Change, hidden
 def _noun(by_direction: list[tuple[str, int]]) -> str:
     """What was waited for: loads or stores, where nearly all of it is; else copies."""
     total = sum(ns for _, ns in by_direction)
-    return next((name for name, ns in by_direction if name in (LOADS, STORES) and ns >= 0.9 * total), "copies")
+    one = next((name for name, ns in by_direction if name in (LOADS, STORES) and ns >= 0.9 * total), "copies")
+    return {LOADS: "loads (CPU to GPU)", STORES: "stores (GPU to CPU)"}.get(one, one)

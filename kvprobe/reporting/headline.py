@@ -140,7 +140,8 @@ def cure_parts(text: str) -> list[Part]:
 def saving_text(change: Change) -> str:
     """What a change alone saves, as far as it was predicted: "predicted to save 53.9 ms"; "" for another recording.
 
-    The thread time that it saves stands beside it where that is more: the host's own time, which the GPU did not wait for.
+    The thread time that it saves stands beside it where that is more: the host's own time, which the GPU did not wait
+    for.
     """
     if change.kind == "recording":
         return ""
