@@ -267,7 +267,7 @@ def of_recording(
 def direction_text(recording: Recording, row: int) -> str:
     """Which way a call copies: "CPU to GPU (H2D)"; "" of a call that copies nothing, or does not say."""
     directions = recording.calls["direction"]
-    return DIRECTIONS.get(int(directions[row]), "") if 0 <= row < len(directions) else ""
+    return DIRECTIONS.get(Direction(int(directions[row])), "") if 0 <= row < len(directions) else ""
 
 
 def _undecided(judged: Verdict, findings: Examination, facts: list[Fact]) -> PageHead:
