@@ -149,6 +149,6 @@ def _print(conclusion: Conclusion, changes: list[FindingChange], calls: list[Cal
         for figure, moved in (("median", one.median), ("p99", one.p99)):
             verdict = Text(VERDICTS[moved.verdict], style=styles.get(moved.verdict, "dim"))
             times = duration(moved.before), duration(moved.after)
-            change = "unchanged" if moved.verdict == "same" else change_text(moved.ratio)
-            grid.add_row(f"  {figure}", *times, change, *([interval(moved)] if wide else []), verdict)
+            moved_by = "unchanged" if moved.verdict == "same" else change_text(moved.ratio)
+            grid.add_row(f"  {figure}", *times, moved_by, *([interval(moved)] if wide else []), verdict)
     console.print(grid)
