@@ -13,7 +13,7 @@ from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.link_rate import PCIE_5
 from kvprobe.recordings.model import Array, Direction
 
-__all__ = ["BEGINS_NS", "stretches_of"]
+__all__ = ["BEGINS_NS", "links_of", "stretches_of"]
 
 FULL_LINK = 0.8  # of the link's rate: copies that reach it are limited by their bytes alone
 BEGINS_NS = 20_000  # from the end of a submitting call until the device begins: some microseconds, 20 where it was idle
@@ -62,6 +62,20 @@ def _busy(gpu: Activity, begin: int, end: int) -> tuple[Array, Array]:
     return edges, what
 
 
+def links_of(joined: Joined, gpu: Activity) -> tuple[float, float]:
+    """Bytes per second that this GPU's copies are compared with, to it and from it; 0 where it made none."""
+    made = [gpu.copying & (gpu.direction == one) for one in (Direction.H2D, Direction.D2H)]
+    to_gpu, from_gpu = (
+        _link(joined, one) if mine.any() else 0.0
+        for one, mine in zip((Direction.H2D, Direction.D2H), made, strict=True)
+    )
+    return to_gpu, from_gpu
+
+
+def _link(joined: Joined, direction: Direction) -> float:
+    return joined.link(direction)[0] or PCIE_5
+
+
 def _of_copies(joined: Joined, gpu: Activity, edges: Array, what: Array) -> tuple[Array, ...]:
     """Where only copies run: at the link's rate, all that run together, or below it."""
     start, end = edges[:-1][what == _COPIES], edges[1:][what == _COPIES]
@@ -74,7 +88,7 @@ def _of_copies(joined: Joined, gpu: Activity, edges: Array, what: Array) -> tupl
     share = np.zeros(len(rows))  # of the link, that each uses
     for direction in (Direction.H2D, Direction.D2H):
         mine = gpu.direction[rows] == direction
-        rate = (joined.link(direction)[0] or PCIE_5) / 1e9
+        rate = _link(joined, direction) / 1e9
         share[mine] = gpu.bytes[rows[mine]] / took[rows[mine]] / rate
     share[~between_host_and_device(gpu.direction[rows])] = 1.0  # inside a GPU, or to another: no link to compare with
     at = np.concatenate((gpu.start[rows], gpu.end[rows]))

@@ -67,14 +67,14 @@ LINE_TITLES: dict[Line, str] = {
     Line.BELOW_LINK_RATE: "waiting for copies, below the link's rate",
     Line.NOT_NEEDED: "waiting for copies that were not needed",
     Line.FULL_QUEUE: "waiting for the host: blocked by a full queue",
-    Line.WAITING_FOR_DEVICE: "waiting for the host: it waits for the device",
+    Line.WAITING_FOR_DEVICE: "waiting for the host: in a call that waits for the GPU",
     Line.ALLOCATING: "waiting for the host: allocating, pinning or freeing",
     Line.PAGEABLE: "waiting for the host: copying pageable memory",
     Line.SUBMITTING: "waiting for the host: submitting",
     Line.PYTHON: "waiting for the host: in Python",
-    Line.NO_CPU: "waiting for the host: it has no CPU",
-    Line.TIER: "waiting for the host: reading or writing below CPU memory",
-    Line.ELSEWHERE: "waiting for the host: elsewhere",
+    Line.NO_CPU: "waiting for the host: its thread had no CPU",
+    Line.TIER: "waiting for the host: reading or writing files or sockets",
+    Line.ELSEWHERE: "waiting for the host: in other CUDA calls",
     Line.NOTHING_TO_DO: "nothing to do",
     Line.NOT_KNOWN: "not known",
 }
@@ -100,13 +100,13 @@ class Unknown(IntEnum):
     def text(self) -> str:
         """What is not known, for a sentence."""
         return {
-            Unknown.BETWEEN_OPERATIONS: "the device had not begun what was submitted",
-            Unknown.NO_CALL: "the recording does not show which call submitted what ran next",
-            Unknown.NOT_RECORDED: "the recording does not show what the device did",
-            Unknown.NOT_COVERED: "the device was not looked at all the time",
-            Unknown.RECORDER: "the recorder was at work itself",
-            Unknown.GRAPH: "a CUDA graph was recorded as one piece",
-            Unknown.BETWEEN_REQUESTS: "nothing shows whether its thread waited for a request or prepared one",
+            Unknown.BETWEEN_OPERATIONS: "work was submitted, but the GPU had not started it",
+            Unknown.NO_CALL: "the recording does not show which call submitted the next operation",
+            Unknown.NOT_RECORDED: "the recording does not show what the GPU did",
+            Unknown.NOT_COVERED: "the GPU was not observed all the time",
+            Unknown.RECORDER: "the recorder itself was busy",
+            Unknown.GRAPH: "a CUDA graph ran, and its operations were not recorded one by one",
+            Unknown.BETWEEN_REQUESTS: "nothing shows whether the thread waited for a request or prepared one",
         }[self]
 
 

@@ -125,7 +125,7 @@ def window_options(command: Callable[..., Any]) -> Callable[..., Any]:
         metavar="TIME",
         help="Start of the part that is judged, from the start of the recording, as 1.5s.",
     )
-    @click.option("--to", "end", metavar="TIME", help="End of that part, counted likewise.")
+    @click.option("--to", "end", metavar="TIME", help="End of the part that is judged, written as for --from.")
     @click.option(
         "--range", "within", default="", metavar="NAME", help="Judge only what lies in NVTX ranges of this name."
     )

@@ -121,7 +121,7 @@ def _calls_of(given: Mapping[str, Any], content: Mapping[str, Any]) -> str:
 def _request_of(given: Mapping[str, Any], content: Mapping[str, Any]) -> str:
     """Where a late request stands in the document."""
     if content["served"] is None:
-        raise UsageError("this recording tells no steps, so that nothing is known of requests")
+        raise UsageError("this recording shows no steps, so nothing is known about requests")
     named = [one["request"] for one in content["served"]["late_requests"]]
     if given["request"] not in named:
         raise UsageError(f"no late request is called {given['request'][:100]}; {len(named):,} are late: late_requests")
@@ -171,7 +171,7 @@ def _of_requests(documents: _Documents) -> list[Tool]:
         ),
         Tool(
             "request",
-            "One late request: what its tokens waited for, by the lines of the account, and its late steps.",
+            "One late request: what its tokens waited for, split into the lines of the account, and its late steps.",
             {**_ONE, "request": request},
             "requests",
             documents.requests,
@@ -189,9 +189,13 @@ def tools(roots: Roots) -> list[Tool]:
         "prefill_rate": {
             "type": "number",
             "exclusiveMinimum": 0,
-            "description": "Tokens a second that the model computes of a prompt, where the recording does not tell it.",
+            "description": "How many prompt tokens a second the model computes, if the recording does not show it.",
         },
-        "block_tokens": {"type": "number", "exclusiveMinimum": 0, "description": "Tokens of a block, likewise."},
+        "block_tokens": {
+            "type": "number",
+            "exclusiveMinimum": 0,
+            "description": "How many tokens a block holds, if the recording does not show it.",
+        },
     }
 
     def one(name: str, says: str, *keys: str) -> Tool:

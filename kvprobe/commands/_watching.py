@@ -50,15 +50,15 @@ def recording_options(command: F) -> F:
             show_default=True,
             metavar="SIZE",
             callback=_bytes,
-            help="Upper limit of the recording's size, all processes together.",
+            help="Upper limit of the recording's size, for all processes together.",
         ),
         click.option(
             "--detail",
             type=click.Choice(["totals", "copies", "launches"]),
             default="copies",
             show_default=True,
-            help="Which single calls are kept: `copies` keeps every copy and the slow launches, `launches` keeps all "
-            "launches too, `totals` keeps slow calls only. The sums are exact with each of them.",
+            help="Which single calls are kept: `copies` keeps every copy and the slow launches, `launches` keeps all"
+            " launches too, `totals` keeps slow calls only. The sums are always exact.",
         ),
         click.option(
             "-o",

@@ -45,14 +45,15 @@ SHOWN = 80  # characters of a command line there
 def command(target: str, output: Path | None, detail: str, max_bytes: int) -> None:
     """Record every CUDA copy that the process PID makes from now on, and those of its children that use CUDA.
 
-    NAME is a part of the command line of one process; of several, the one that uses CUDA is meant.
+    NAME is a part of a process's command line. If several processes match, kvprobe takes the one that uses CUDA.
 
-    A thread that is made in the process loads the interposer, which replaces the addresses of the CUDA functions in the
-    process's libraries; results do not change, and the process runs on meanwhile. `kvprobe detach PID` puts the
-    addresses back and writes a report. What these processes start from now on is recorded, too.
+    kvprobe starts a thread in the process, which loads kvprobe's library. The library replaces the addresses of the
+    CUDA functions in the process. Results do not change, and the process keeps running. Processes that it starts from
+    now on are recorded, too. `kvprobe detach PID` restores the addresses and writes a report.
 
-    Not recorded are calls through a pointer that a library fetched earlier (dlsym, cuGetProcAddress), and those of a
-    statically linked CUDA runtime. The process must belong to the same user, and be in the same container.
+    Two kinds of calls are not recorded: calls through an address that a library looked up earlier (dlsym,
+    cuGetProcAddress), and calls of a statically linked CUDA runtime. The process must belong to the same user and run
+    in the same container.
     """
     from kvprobe.instrument import attach
     from kvprobe.probe import processes

@@ -20,7 +20,9 @@ __all__ = ["command"]
 
 @click.command(short_help="Measure the launch queue and every method of copying on this machine.")
 @device_option
-@click.option("--quick", is_flag=True, help="Only what the engine's chooser needs: about two seconds on a GPU.")
+@click.option(
+    "--quick", is_flag=True, help="Measure only what the engine needs to choose a method: about two seconds on a GPU."
+)
 @click.option(
     "--cached", "use_cached", is_flag=True, help="Show what was measured before on this machine, if anything."
 )

@@ -54,10 +54,10 @@ class CheckedLimit:
 @click.option("--max-submit-p99", metavar="TIME", help="99th percentile of the same: 50us.")
 @click.option("--max-call", metavar="TIME", help="Longest submission: 1ms.")
 @click.option(
-    "--max-lost", metavar="SHARE", help="Time that one finding may lose (not the profiler's own): 5% or 100ms."
+    "--max-lost", metavar="SHARE", help="Time that one finding may cost (except the profiler's own work): 5% or 100ms."
 )
 @account_limits
-@click.option("--no", "banned", multiple=True, metavar="CAUSE", help="A cause that must not be found; may repeat.")
+@click.option("--no", "banned", multiple=True, metavar="CAUSE", help="A cause that must not be found; may be repeated.")
 @click.option("--allow-undecided", is_flag=True, help="Exit with 0 even where a limit cannot be decided.")
 @click.option("--junit", type=GivenPath(), help="Write the outcome as JUnit XML.")
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
@@ -87,10 +87,12 @@ def command(
 ) -> int:
     """Check recordings against limits: exit code 1 if one is exceeded or cannot be decided, 0 if all are kept.
 
-    Without a limit, the check is that there is no critical finding. CAUSE is the name of a cause or a part of it
-    ("saturation" stands for every cause whose root is a full launch queue, "pageable"). A recording that is cut off,
-    empty or says too little is undecided: a limit that it does not break is skipped, and the exit code is 1 unless
-    --allow-undecided. What is judged is the serving window; start-up is not.
+    Without a limit, the check fails if there is a critical finding. CAUSE is the name of a cause or a part of it, such
+    as "pageable". "saturation" stands for every cause that goes back to a full launch queue. Only the serving window is
+    judged, not the start-up.
+
+    A recording that is cut off, empty or does not show enough is undecided. Then the limits that it does not break are
+    skipped, and the exit code is 1 unless you pass --allow-undecided.
     """
     from kvprobe.errors import RecordingError
     from kvprobe.reporting import check_writable

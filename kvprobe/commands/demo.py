@@ -50,8 +50,9 @@ RECORDS = 1 << 19  # of a thread, over all phases
 def command(device: str, as_json: bool, report: Path, seconds: float) -> None:
     """Fill a launch queue, see how kvprobe notices it and switches, and write a report.
 
-    Hundreds of requests with shared prefixes load their KV blocks from CPU memory while a loop runs that is like a
-    model's, and whose steps become slower: first over one shared stream, then the same number of requests under auto.
+    The demo simulates a server. Hundreds of requests with shared prefixes load their KV blocks from CPU memory, while a
+    loop runs steps like those of a model. First, all copies use one shared stream, and the steps become slower. Then
+    the same number of requests run under the policy auto, and kvprobe may switch streams.
     """
     from kvprobe.reporting import check_writable
 
@@ -228,7 +229,7 @@ def show(outcome: dict[str, Any]) -> None:
         table.add_row(text, duration(shared[key]), duration(auto[key]))
     link = outcome["link_bytes_per_s"]
     table.add_row(
-        "GB/s (of the link)",
+        "GB/s (share of the link)",
         *(f"{one['bytes_per_s'] / 1e9:.2f} ({link_share(one['bytes_per_s'] / link)})" for one in (shared, auto)),
     )
     table.add_section()  # of whole phases, before the switch and after it
@@ -236,26 +237,29 @@ def show(outcome: dict[str, Any]) -> None:
     console = Console()
     console.print(table)
     console.print(
-        f"submitting a copy to the full queue took {duration(shared['submit_p99_ns'])} at p99; to an empty one it "
-        f"usually takes {duration(outcome['baseline_submit_ns'])}",
+        f"submitting a copy to the full queue took {duration(shared['submit_p99_ns'])} at p99; while the queue has "
+        f"free slots, it takes {duration(outcome['baseline_submit_ns'])}",
         highlight=False,
     )
     for one in outcome["switch_log"]:
-        console.print(f"{one['before']} -> {one['after']}: {one['reason']}", highlight=False)
+        console.print(f"switched from {one['before']} to {one['after']}: {one['reason']}", highlight=False)
     if outcome["onset_ms"] is not None:
         console.print(
-            f"noticed after {outcome['onset_ms']:.1f} ms and "
+            f"kvprobe noticed after {outcome['onset_ms']:.1f} ms and "
             + singular(f"{outcome['blocked_calls_before_switch']:,} blocked calls"),
             highlight=False,
         )
     if avoided := outcome["redundant_bytes_avoided"]:  # how many overlap depends on how fast loads are asked for
         overlapping = avoided + auto["redundant_bytes"]
         console.print(
-            f"under auto, {overlapping / 1e9:.2f} GB were requested again while they were being loaded; dedup skipped "
-            f"{avoided / 1e9:.2f} GB of that",
+            f"under auto, requests asked for {overlapping / 1e9:.2f} GB that were already being loaded; kvprobe "
+            f"skipped "
+            f"{avoided / 1e9:.2f} GB of these loads (dedup)",
             highlight=False,
         )
-    console.print(f"{outcome['bytes_verified'] / 1e9:.2f} GB compared on both sides, all equal", highlight=False)
+    console.print(
+        f"{outcome['bytes_verified'] / 1e9:.2f} GB compared at source and destination, all equal", highlight=False
+    )
     console.print(f"report: {outcome['report']}", highlight=False)
 
 

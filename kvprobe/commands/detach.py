@@ -15,10 +15,10 @@ __all__ = ["command"]
 @click.command(short_help="End a recording that `kvprobe attach` began.")
 @click.argument("target", metavar="PID|FOLDER")
 def command(target: str) -> None:
-    """Put the addresses back in the process PID and its children, and write the report.
+    """Stop recording the process PID and its children, and write the report.
 
-    With FOLDER, the run folder that `kvprobe attach` printed, the same is done for all processes that are recorded into
-    it. The processes go on undisturbed; one that has called exec since is recorded until it ends.
+    FOLDER is the run folder that `kvprobe attach` printed: kvprobe stops recording all processes of this folder. The
+    processes keep running. A process that has called exec since it was attached is recorded until it ends.
     """
     from kvprobe.instrument import attach
     from kvprobe.probe import processes

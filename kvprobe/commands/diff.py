@@ -29,15 +29,15 @@ __all__ = ["command", "side_by_side"]
 def command(before: Path, after: Path, output: Path | None, force: bool, as_json: bool, window: WindowOptions) -> int:
     """Say whether AFTER is better than BEFORE, and what changed: findings gone or new, calls slower or faster.
 
-    Changes of at least 1% of the recorded time count: in what findings lost, and in what a typical submission costs, of
-    the calls that both recordings hold.
+    kvprobe compares what each finding cost, and what a typical submission costs in the calls that both recordings have.
+    A change counts if it is at least 1% of the recorded time. Lost time is compared as a share of the recorded time,
+    because recordings differ in length.
 
-    Time lost is compared as a share of the recorded time, because recordings differ in length. A call is called slower
-    or faster when the 95% interval of the ratio does not include 1 and the change is over 5%; the interval is a block
-    bootstrap.
+    A call counts as slower or faster if it changed by more than 5% and the 95% interval of the change does not include
+    1 (by block bootstrap).
 
-    A recording that is cut off, empty or says too little proves no finding gone: what it does not show is undecided,
-    and the exit code is 1. --from, --to and --range compare a part of each.
+    A recording that is cut off, empty or does not show enough cannot prove that a finding is gone. The result is then
+    undecided, and the exit code is 1. --from, --to and --range compare a part of each recording.
     """
     from kvprobe.reporting import check_writable
 
@@ -82,7 +82,7 @@ def _print_accounts(found: SideBySide) -> None:
     from kvprobe.reporting.units import percent
 
     for reason in found.apart:
-        click.echo(plain(f"Not alike: {reason}."))
+        click.echo(plain(f"Careful: {reason}."))
     for line in found.lines:
         shares = f"{percent(line.share_before):>6} -> {percent(line.share_after):>6}"
         click.echo(plain(f"  {shares}  {line.title}"))
@@ -104,7 +104,7 @@ def _print(conclusion: Conclusion, changes: list[FindingChange], calls: list[Cal
     from rich.text import Text
 
     from kvprobe.commands._reading import plain
-    from kvprobe.reporting.compare import interval
+    from kvprobe.reporting.compare import VERDICTS, interval
     from kvprobe.reporting.units import change_text, duration, percent
 
     console = Console(highlight=False)
@@ -114,9 +114,9 @@ def _print(conclusion: Conclusion, changes: list[FindingChange], calls: list[Cal
     console.print()
     styles = {"gone": "green", "less": "green", "faster": "green", "new": "red", "more": "red", "slower": "red"}
     if not changes:
-        console.print("Findings: nothing found in either recording.")
+        console.print("Findings: none in either recording.")
     else:
-        console.print(Text("Findings, and the time that each lost", style="italic"))
+        console.print(Text("Findings, and the time that each cost: before -> after", style="italic"))
         for change in changes:
             lost = [
                 f"{duration(ns)} ({percent(share)})" if ns else "nothing"
@@ -130,9 +130,15 @@ def _print(conclusion: Conclusion, changes: list[FindingChange], calls: list[Cal
             console.print(said.append(f"{change.cause}: {lost[0]} -> {lost[1]}", "default"))
             console.print(Padding(Text(plain(change.title), "dim"), (0, 0, 0, 13)))
     if not calls:
-        console.print("Calls: no call occurs often enough in both recordings to be compared.")
+        console.print("Calls: no call is made often enough in both recordings to be compared.")
         return
-    grid = Table(title="Host time of calls", title_justify="left", box=None, padding=(0, 2, 0, 0), header_style="dim")
+    grid = Table(
+        title="Time inside each call, on the host",
+        title_justify="left",
+        box=None,
+        padding=(0, 2, 0, 0),
+        header_style="dim",
+    )
     wide = console.width >= 78
     for name in ("Call", "Before", "After", "Change", *(["95% interval"] if wide else []), ""):
         grid.add_column(
@@ -141,7 +147,8 @@ def _print(conclusion: Conclusion, changes: list[FindingChange], calls: list[Cal
     for one in calls:
         grid.add_row(Text(plain(one.name)), f"{one.calls_before:,}", f"{one.calls_after:,}")
         for figure, moved in (("median", one.median), ("p99", one.p99)):
-            verdict = Text(moved.verdict, style=styles.get(moved.verdict, "dim"))
+            verdict = Text(VERDICTS[moved.verdict], style=styles.get(moved.verdict, "dim"))
             times = duration(moved.before), duration(moved.after)
-            grid.add_row(f"  {figure}", *times, change_text(moved.ratio), *([interval(moved)] if wide else []), verdict)
+            moved_by = "unchanged" if moved.verdict == "same" else change_text(moved.ratio)
+            grid.add_row(f"  {figure}", *times, moved_by, *([interval(moved)] if wide else []), verdict)
     console.print(grid)

@@ -197,7 +197,7 @@ def _runtime(device: str) -> tuple[Runtime | None, Check]:
             "CUDA runtime",
             f"the embedded host runtime ({version})",
             NOTE,
-            "what follows is measured on the host runtime, not on a GPU",
+            "the following is measured on the host runtime, not on a GPU",
         )
     value = f"{version} at {runtime.path}; the driver takes up to {driver // 1000}.{driver % 1000 // 10}"
     newer = runtime.version // 1000 > driver // 1000
@@ -217,7 +217,7 @@ def _queue(runtime: Runtime) -> Iterator[Check]:
     yield Check(
         "launch queue",
         "depth",
-        f"{limits.depth:,} operations a stream, then the caller waits",
+        f"{limits.depth:,} operations on a stream, then the caller waits",
         GOOD if limits.depth >= 1000 else BAD,
         "" if limits.depth >= 1000 else "CUDA_SCALE_LAUNCH_QUEUES makes the queue small: unset it",
     )
@@ -259,7 +259,11 @@ def _bandwidth(runtime: Runtime, gpus: list[dict[str, Any]]) -> Iterator[Check]:
             value = f"{rate / 1e9:.1f} GB/s for {size >> 20} MiB, pinned"
             if not limit:
                 yield Check(
-                    "link", kind.upper(), value, UNKNOWN, "the link's speed is not known, so this is not compared"
+                    "link",
+                    kind.upper(),
+                    value,
+                    UNKNOWN,
+                    "the link's speed is not known, so there is nothing to compare with",
                 )
                 continue
             enough = rate >= NEAR_LINK * limit
@@ -295,7 +299,7 @@ def _environment() -> Iterator[Check]:
             "CUDA_MODULE_LOADING",
             loading or "not set (lazy)",
             GOOD,
-            "first launches load code under the context lock; EAGER moves that to the start",
+            "first launches load code and hold the context lock; EAGER loads it at the start",
         )
     preload = os.environ.get("LD_PRELOAD", "")
     ours = [part for part in preload.replace(":", " ").split() if "libkvprobe" in part]
@@ -354,7 +358,7 @@ def _memory() -> Iterator[Check]:
             "locked memory (ulimit -l)",
             f"{locked / (1 << 20):,.0f} MiB",
             NOTE,
-            "cudaHostAlloc does not count against it, RDMA and mlock do: ulimit -l unlimited",
+            "cudaHostAlloc is not limited by it, RDMA and mlock are: ulimit -l unlimited",
         )
     limit, where = _cgroup_limit()
     available = _meminfo("MemAvailable")
@@ -387,7 +391,7 @@ def _pinned(runtime: Runtime | None) -> Iterator[Check]:
         "time": "more was not tried: the time was over",
         "most": "more was not tried",
     }[found.bound]
-    todo = "" if gpu else "what a GPU's driver would refuse cannot be told without one"
+    todo = "" if gpu else "without a GPU, it is not known how much the driver would allow"
     yield Check("memory", PINNED, f"at least {size} {how} at once; {bound}", GOOD if gpu else UNKNOWN, todo)
 
 

@@ -41,20 +41,20 @@ __all__ = ["command"]
     default=5.0,
     show_default=True,
     type=Seconds(0.1, 3600),
-    help="Seconds between looks at the run.",
+    help="Seconds between reads of the run's files.",
 )
 @click.option(
     "--flight-recorder",
     "flights",
     type=GivenPath(),
     metavar="DIR",
-    help="Keep the newest calls here when a queue is suspected full, or too many tokens are late.",
+    help="Save the newest calls here when a queue seems to be full, or too many tokens are late.",
 )
 @click.option(
     "--late-tokens",
     type=click.FloatRange(0, 100),
     metavar="PERCENT",
-    help="Say so when more than this share of a process's tokens in the last minute came late.",
+    help="Alert when more than this share of a process's tokens in the last minute were late.",
 )
 @click.option(
     "--keep", default=8, show_default=True, type=click.IntRange(1, 1000), help="How many of these recordings are kept."
@@ -75,15 +75,17 @@ def command(
 ) -> None:
     """Serve what `kvprobe run --detail totals -- COMMAND` counts, for as long as it runs.
 
-    Only the run's files are read: a scrape costs the watched processes nothing, and neither memory nor files grow. The
-    target is the same as for `kvprobe top`. With --flight-recorder the newest calls of each thread are kept as a
-    recording when submissions become slow, as they do when a launch queue is full (`kvprobe report DIR/flight-...`):
-    every copy with `kvprobe run --detail copies`, the slow calls with totals. Ends with the run, or by Ctrl-C.
+    kvprobe only reads the files of the run, so a scrape costs the server nothing; memory and files do not grow. The
+    target is the same as for `kvprobe top`. The command ends when the run ends, or with Ctrl-C.
 
-    Where the server tells its steps (`kvprobe.mark`, an adapter, the run folder's socket), times to first tokens and
-    between tokens are served, too, with the request, its step and its trace as exemplars (OpenMetrics). With
-    --late-tokens an alert is a line here, and an `alert.json` in a flight: `kvprobe requests DIR/flight-...` says which
-    requests were late and why.
+    With --flight-recorder, kvprobe saves the newest calls of each thread when submissions become slow, as they do when
+    a launch queue is full. `kvprobe report DIR/flight-...` reads them. They are all copies if the server runs under
+    `kvprobe run --detail copies`, and only slow calls under --detail totals.
+
+    If the server marks its steps (`kvprobe.mark`, an adapter, the run folder's socket), kvprobe also serves times to
+    the first token and between tokens. Their OpenMetrics exemplars name the request, its step and its trace. With
+    --late-tokens, an alert prints a line and writes an `alert.json` into the saved folder. `kvprobe requests
+    DIR/flight-...` says which requests were late and why.
     """
     if rules is not None:
         _write_rules(rules)

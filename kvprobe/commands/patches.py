@@ -48,7 +48,7 @@ def _versions(servers: tuple[str, ...]) -> int:
 @click.option(
     "--versions", is_flag=True, help="Print which releases on the package index each adapter fits, as Markdown."
 )
-@click.option("-v", "--verbose", is_flag=True, help="Also say what each does and which functions it touches.")
+@click.option("-v", "--verbose", is_flag=True, help="Also say what each adapter does and which functions it changes.")
 def command(as_json: bool, servers: tuple[str, ...], check_newest: bool, versions: bool, verbose: bool) -> None:
     """List the server adapters that apply in this environment, and why. No server is imported."""
     from kvprobe.errors import UsageError

@@ -22,7 +22,7 @@ __all__ = ["command"]
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=GivenPath())
 @click.option("-o", "--output", default="kvprobe.html", show_default=True, type=GivenPath())
 @click.option("-f", "--force", is_flag=True, help="Overwrite a file that is not a report of kvprobe.")
-@click.option("--interactive", is_flag=True, help="Draw with plotly: adds 4.6 MiB and its menus.")
+@click.option("--interactive", is_flag=True, help="Draw the charts with plotly, which adds 4.6 MiB to the page.")
 @click.option("--title", help="Title of the page; default: the recording's file name.")
 @click.option("--json", "as_json", is_flag=True, help="Print where the page is and what was found as one JSON object.")
 @click.option("--open", "show", is_flag=True, help="Open the page in a browser.")
@@ -45,7 +45,7 @@ def command(
     its own name. The page is one file that opens without a network.
     """
     from kvprobe.reporting import check_writable, write_report
-    from kvprobe.reporting.headline import saving_text
+    from kvprobe.reporting.headline import terminal_lines
 
     check_writable(output, force=force)
     refuse_input(output, inputs)
@@ -80,18 +80,15 @@ def command(
         if verdict.state == "undecided":
             _print_undecided(verdict, findings)
         elif named:
-            click.echo(plain(named[0].title))
-            for first in named[0].cure[:1]:
-                saving = saving_text(first)
-                at, saves = f", at {first.at}" if first.at else "", f" ({saving})" if saving else ""
-                click.echo(plain(f"first change: {first.text}{at}{saves}"))
-            if len(named) > 1:
-                click.echo(f"{len(named) - 1} more finding{'s' if len(named) > 2 else ''} on the page")
+            for line in terminal_lines(recording, named[0]):
+                click.echo(plain(line))
+            for one in named[1:]:
+                click.echo(plain(f"also: {one.title} ({one.cause})"))
         else:
             click.echo(plain(f"Healthy: {verdict.reason}."))
             for one in [one for one in findings if not one.abstains and one.lost_ns][:1]:
                 cost = f", which cost the GPU {duration(one.device_ns) if one.device_ns else 'nothing'}"
-                click.echo(plain(f"for information: {one.title}{cost if one.device_ns is not None else ''}"))
+                click.echo(plain(f"For information: {one.title}{cost if one.device_ns is not None else ''}"))
         for benefit in offload_benefit.of_recording(recording):
             click.echo(plain(benefit.sentence))
         click.echo(f"{path}")
@@ -105,7 +102,7 @@ def _print_undecided(verdict: Verdict, findings: Examination) -> None:
 
     lacks = [one for one in verdict.missing if one.what == verdict.reason]
     click.echo(plain(f"Undecided: {verdict.reason}"))
-    click.echo(plain(f"to decide it: {lacks[0].how}")) if lacks else None
+    click.echo(plain(f"To decide it: {lacks[0].how}")) if lacks else None
     unproven = [one for one in findings if one.abstains]
     if unproven:
-        click.echo(plain(f"seen, but not proven: {max(unproven, key=lambda one: one.lost_ns).title}"))
+        click.echo(plain(f"Seen, but not proven: {max(unproven, key=lambda one: one.lost_ns).title}"))

@@ -30,18 +30,19 @@ __all__ = ["command", "document", "served"]
     metavar="PATTERN",
     help="Take NVTX ranges for steps: a regular expression with groups step, phase, request.",
 )
-@click.option("--otlp", metavar="URL", help="Send spans of the requests there, too: http://HOST:4318/v1/traces.")
+@click.option("--otlp", metavar="URL", help="Also send spans of the requests there: http://HOST:4318/v1/traces.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: waits, phases, late steps and requests.")
 @window_options
 def command(inputs: tuple[Path, ...], steps_by: str, otlp: str | None, as_json: bool, window: WindowOptions) -> int:
     """Say how long requests waited for their tokens, which were late, and which lines of the account made them so.
 
-    Works from steps that a program told (`kvprobe.mark`, the socket of a run folder) or that its NVTX ranges show. A
-    step is late when it took longer than three quarters of the steps like it by more than three times the distance
-    between their first and third quarter. Ends with 1 where nothing is decided.
+    The recording must show the steps of the server: from `kvprobe.mark`, the socket of a run folder, or NVTX ranges. A
+    step is late if it took longer than Tukey's outer fence of similar steps: the third quartile plus three times the
+    interquartile range. The exit code is 1 if nothing can be decided.
 
-    With --otlp each request becomes spans of OpenTelemetry: its queue, transfers, first token and late tokens,
-    with the lines of the account as attributes, below the server's own span where the server told its trace.
+    With --otlp, kvprobe sends spans of each request to OpenTelemetry: its queue, transfers, first token and late
+    tokens. The lines of the account are their attributes. If the server named its trace, the spans lie below the
+    server's own.
     """
     export = _spans_to(otlp) if otlp is not None else None
     told = served(inputs, window, steps_by, export=export)
@@ -50,7 +51,9 @@ def command(inputs: tuple[Path, ...], steps_by: str, otlp: str | None, as_json: 
 
         REQUESTS.print(document(told))
     elif told is None:
-        click.echo("Undecided: the recording tells no steps; mark them (kvprobe.mark), or name ranges with --steps-by")
+        click.echo(
+            "Undecided: the recording shows no steps; mark them (kvprobe.mark), or name NVTX ranges with --steps-by"
+        )
     else:
         _print(told)
     return 0 if told is not None and not told.undecided else 1

@@ -62,7 +62,7 @@ class CannotRunError(KvprobeError):
     type=click.Choice(["off", "auto"]),
     default="off",
     show_default=True,
-    help="Change how the command copies where that pays: adapters, and staging of pageable memory.",
+    help="auto: change how the command copies where this measurably helps (adapters, staging of pageable memory).",
 )
 @click.option(
     "--stacks/--no-stacks",
@@ -76,7 +76,7 @@ class CannotRunError(KvprobeError):
     show_default=True,
     metavar="MS",
     type=click.IntRange(1),
-    help="How long a call has to block for that, in ms.",
+    help="Take stacks only of calls that block for at least this long, in ms.",
 )
 @click.option("--nvml", is_flag=True, help="Sample the GPU's counters while it runs.")
 @click.option("--exec", "in_place", is_flag=True, help="COMMAND replaces kvprobe and keeps its pid, for supervisors.")

@@ -24,13 +24,13 @@ __all__ = ["command", "document", "pools"]
     "--prefill-rate",
     type=click.FloatRange(min=0, min_open=True),
     metavar="TOKENS/S",
-    help="Tokens a second that the model computes of a prompt, where the recording does not tell it.",
+    help="How many prompt tokens a second the model computes, if the recording does not show it.",
 )
 @click.option(
     "--block-tokens",
     type=click.FloatRange(min=0, min_open=True),
     metavar="N",
-    help="Tokens of a block, likewise.",
+    help="How many tokens a block holds, if the recording does not show it.",
 )
 @click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON object: pools, each with the points of its curve."
@@ -38,15 +38,19 @@ __all__ = ["command", "document", "pools"]
 def command(inputs: tuple[Path, ...], prefill_rate: float | None, block_tokens: float | None, as_json: bool) -> int:
     """Say what pools of other sizes would have found, moved and saved, and which size pays.
 
-    Works from the blocks that a server's adapter or a cache of kvprobe named (`kvprobe run`,
-    `kvprobe.recording_of(engine, caches=...)`); else from the addresses of copies, which tell what a smaller pool would
-    find, and with the bytes that `kvprobe run` looked at also a larger one. Ends with 1 where nothing is decided.
+    Best are recordings in which a server's adapter or a kvprobe cache named its blocks (`kvprobe run`,
+    `kvprobe.recording_of(engine, caches=...)`). Otherwise kvprobe works from the addresses of copies, which only show
+    what a smaller pool would find; a larger pool needs `kvprobe run`, which compares the bytes. The exit code is 1 if
+    no size can be decided.
     """
     found = pools(inputs, prefill_rate, block_tokens)
     if as_json:
         SIZE.print(document(found))
     elif not found:
-        click.echo("Undecided: no uses of blocks were recorded; kvprobe run records them where a server has an adapter")
+        click.echo(
+            "Undecided: the recording does not show which blocks were used; "
+            "kvprobe run records them for servers with an adapter"
+        )
     else:
         _print(found)
     return 0 if any(one.advised for one in found) else 1

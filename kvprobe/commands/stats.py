@@ -110,7 +110,7 @@ def _print(tables: Sequence[SummaryTable], limit: int) -> None:
     for one in tables:
         console.print(Text(f"\n{one.title} ({one.report})", style="bold"))
         if not one.rows:
-            console.print(Text(one.note or "nothing of this kind in this recording", style="dim"))
+            console.print(Text(one.note or "nothing of this kind is in this recording", style="dim"))
             continue
         shown = one.rows[: limit or None]
         texts = [[plain(cell) for cell in one.text(row, ",")] for row in shown]

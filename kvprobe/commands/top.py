@@ -56,16 +56,19 @@ ENDED = "{run} has ended, and top shows running processes only: see `kvprobe rep
 def command(target: str | None, interval: float, once: bool, as_json: bool, prometheus: int | None) -> None:
     """Watch submissions while they happen: rate, p50 and p99, blocked time, GB/s, the longest call in flight.
 
-    Where a server tells its steps: time to first token and between tokens, where that time went, and who was late.
+    If a server marks its steps, top also shows the time to the first token and between tokens, where that time went,
+    and which request waited longest.
 
-    FOLDER is what `kvprobe run` or `kvprobe attach` printed; PID is a process that they record, NAME a part of its
-    command line. Without any of them: the newest ./kvprobe-*/, $KVPROBE_RUN, and processes that use kvprobe's engine.
-    The streams that block their threads longest come first. Only files are read, so it may be started and ended at any
-    time. `q` or Ctrl-C ends it. A run that has ended is refused (exit code 2): use `kvprobe report` or `kvprobe stats`.
-    With --once, nothing to show is exit code 1.
+    FOLDER is the run folder that `kvprobe run` or `kvprobe attach` printed. PID is a recorded process, and NAME is a
+    part of its command line. Without a target, top shows the newest ./kvprobe-*/, $KVPROBE_RUN, and processes that use
+    kvprobe's engine. The streams that block their threads longest come first.
 
-    "suspected" means that submissions became several times slower and block their thread for a good part of the time,
-    as they do when a launch queue is full. What the device does is not seen live; `kvprobe report` decides.
+    top only reads files, so you can start and stop it at any time; `q` or Ctrl-C ends it. If the run has ended, the
+    exit code is 2: use `kvprobe report` or `kvprobe stats`. With --once, the exit code is 1 if there is nothing to
+    show.
+
+    "suspected" means that submissions have become several times slower and block their thread for much of the time, as
+    they do when a launch queue is full. top does not see what the GPU does; `kvprobe report` does.
     """
     from kvprobe.probe.exposed import served
     from kvprobe.probe.live import Live

@@ -30,13 +30,13 @@ _QUEUE = {"found": "full", "undecided": "undecided", "healthy": "not full"}
 def command(inputs: tuple[Path, ...], as_json: bool, window: WindowOptions) -> int:
     """Say of each recording whether a launch queue was full, worst first.
 
-    Launch queues are all that it looks at: full, not full, or undecided (the recording is cut off, empty, or has no
-    submissions). `kvprobe report` and `kvprobe check --no saturation` say the same of the same recording's queues.
+    triage looks only at launch queues: full, not full, or undecided. A recording is undecided if it is cut off, empty,
+    or has no submissions. `kvprobe report` and `kvprobe check --no saturation` give the same answer for it, and
+    `kvprobe report` also finds other causes.
 
-    A line has that, the host time lost, how many submissions the queue held when it was full, the stream, and
-    the file. A folder stands for all recordings below it; a run folder is one recording. PyTorch profiler traces are
-    read most quickly; `kvprobe report` finds other causes as well. --from, --to and --range judge a part of each
-    recording, as in `kvprobe check`. Exit code 1: an input could not be read, or has nothing in that part.
+    Each line shows the answer, the host time lost, how many submissions the queue held when it was full, the stream,
+    and the file. A folder stands for all recordings below it; a run folder is one recording. --from, --to and --range
+    judge a part of each recording. The exit code is 1 if an input cannot be read, or has nothing in that part.
     """
     from kvprobe.recordings import expand_deeply
 

@@ -63,8 +63,8 @@ class CommandFailedError(KvprobeError):
     type=click.IntRange(4, 100),
     help="Runs with each change, and as many without; fewer than 4 prove nothing.",
 )
-@click.option("--figure", metavar="REGEX", help="The command's own figure: the last match in its output; group 1.")
-@click.option("--env", "given", multiple=True, metavar="NAME=VALUE", help="Try this variable as well; may repeat.")
+@click.option("--figure", metavar="REGEX", help="The command's own figure: group 1 of the last match in its output.")
+@click.option("--env", "given", multiple=True, metavar="NAME=VALUE", help="Try this variable as well; may be repeated.")
 @click.option(
     "--recording",
     "source",
@@ -82,12 +82,12 @@ def command(
     source: Path | None,
     as_json: bool,
 ) -> None:
-    """Record COMMAND, then run it alternately with and without each change that can be made from outside.
+    """Record COMMAND, then run it alternately with and without each change that needs no change of the program.
 
-    COMMAND has to end by itself and gets no input. The host time that submissions lost, the wall time, and the figure
-    that the command prints are measured. A difference that the Mann-Whitney U test cannot tell from noise at 5% is not
-    called a gain. The output and exit code of every run are kept in the folder. Exit code 1: a run of the command
-    failed.
+    COMMAND must end by itself, and it gets no input. kvprobe measures three things: the host time that submissions
+    lost, the wall time, and the figure that the command prints. A difference counts as a gain only if the Mann-Whitney
+    U test tells it from noise at the 5% level. kvprobe keeps the output and exit code of every run in the folder. The
+    exit code is 1 if a run of the command failed.
     """
     from kvprobe.commands._reading import diagnosed
     from kvprobe.reporting.trial import compared
@@ -206,7 +206,7 @@ def _from_outside(
     for change in wanted:
         total.setdefault(change.key, change)
     if not total:
-        left["nothing to try: no finding names a change that can be made from outside"] = None
+        left["nothing to try: no finding names a change that needs no change of the program"] = None
     return list(best_first(total.values())), list(left)
 
 

@@ -40,7 +40,9 @@ MEASURED = (0, 1, 2, 4)  # windows that are run, where the memory allowed holds 
     show_default=True,
     help="Where the HTML report goes.",
 )
-@click.option("--predict", is_flag=True, help="Only say what coding would save, from the checkpoint's own bytes.")
+@click.option(
+    "--predict", is_flag=True, help="Only predict what coding the weights would save, from the checkpoint's own bytes."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the tables.")
 def command(
     model: Path,
@@ -56,8 +58,8 @@ def command(
 ) -> None:
     """Run a local transformers checkpoint with its weights partly in CPU memory, and profile it.
 
-    Prints, layer by layer, how long loading weights took and how long computing, and what other windows give. Given a
-    recording of any tool in place of MODEL_DIR, prints its load time and its computation time.
+    Prints for each layer how long loading its weights took and how long computing took, and what other windows would
+    give. If you name a recording of any tool in place of MODEL_DIR, it prints the load time and the computation time.
     """
     if predict:
         _predict(model, as_json)

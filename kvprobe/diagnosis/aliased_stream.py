@@ -1,14 +1,14 @@
 """A "new" stream is one that is already in use, so its user waits for another thread's copies.
 
-Mechanism: `torch.cuda.Stream()` hands out 32 streams for each priority, round robin. The 33rd is the first again. A
-thread that asks for a stream of its own can so get the one that the offload thread has filled, and blocks in it.
+Mechanism: `torch.cuda.Stream()` hands out 32 streams for each priority, round robin. The 33rd stream is the first one
+again. So a thread that asks for a new stream can get the stream that the offload thread has filled, and then blocks.
 
-Signature: a blocked submission on a stream of whose outstanding work more than half was submitted by another thread,
-which puts (almost) nothing but host-device copies there, while the caller submits mostly to other streams. Two threads
-that share one compute stream on purpose (forward and backward) do not look like that.
+Signature: a submission blocks on a stream, and another thread submitted more than half of the outstanding work of this
+stream. The other thread submits almost only copies there, and the caller submits mostly to other streams. Two threads
+that share a compute stream on purpose (forward and backward) do not match this.
 
-Predicted saving: all of the caller's blocked time with a stream of its own; of a deeper queue what
-`deeper_queue` finds.
+Predicted saving: with a stream of its own, all of the caller's blocked time; with a deeper queue, what `deeper_queue`
+finds.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def find(joined: JoinedRecording) -> Finding | None:
                 share=1.0,
             ),
             Change(
-                "Compare .cuda_stream of what torch.cuda.Stream() returns with the streams in use, "
+                "Compare .cuda_stream of each new torch.cuda.Stream() with the streams in use, "
                 "and ask for another where they are equal",
                 share=1.0,
             ),

@@ -1,13 +1,13 @@
 """Memory is allocated, freed, pinned or registered between submissions.
 
 Mechanism: `cudaMalloc`, `cudaHostAlloc`, `cudaHostRegister` and their opposites take the context lock, may wait for
-the device, and pin page by page (tens of milliseconds for 100 MB). In the middle of serving that is a pause.
+the device, and pin page by page (tens of milliseconds for 100 MB). During serving, such a call is a pause.
 
-Signature: such a call, at least 20 µs long, on a thread that has submitted work before it and does so again after it,
-in a process that is past its first 32 submissions. Calls before that are set-up and are not counted. A call that
-waited for another thread's blocked submission belongs to `context_lock_stall`, which claims first.
+Signature: such a call takes at least 20 µs, and its thread submits work before and after it. The first 32 submissions
+of a process are set-up and do not count. If the call waited for another thread's blocked submission, it belongs to
+`context_lock_stall`.
 
-Predicted saving: all of it, with a pool filled up front.
+Predicted saving: all of it, with a pool that is filled before serving.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ def find(joined: JoinedRecording) -> Finding | None:
 def _changes(names: dict[str, int]) -> list[Change]:
     """What to do about calls of these names, ns: host memory is pinned by other calls than a device's is allocated."""
     pinning = sum(ns for name, ns in names.items() if "Host" in name)
-    pool = "Allocate and pin up front, and hand out of a pool (one large cudaHostAlloc or cudaHostRegister)"
+    pool = (
+        "Allocate and pin memory once, before serving, and take buffers from this pool (one large cudaHostAlloc "
+        "or cudaHostRegister)"
+    )
     out = [Change(pool, share=1.0)]
     of_host = Change("torch: reuse pinned tensors: .to('cpu', non_blocking=True) allocates a pinned one each time")
     of_device = [

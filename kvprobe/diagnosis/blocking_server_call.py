@@ -5,11 +5,11 @@ memory, by a blocking copy, or with a wait of the host in it (LMCache's connecto
 offloading).
 
 Signature: the adapter counted pageable or blocking copies in the call, or knows from the server's code why it waits.
-Only time in which no CUDA call was recorded on the thread is claimed: what was recorded has findings of its own.
+Only time outside of recorded CUDA calls counts, because recorded calls have findings of their own.
 
 Needs: the adapters' events (`kvprobe run`, or KVPROBE=on with a run folder).
 
-Predicted saving: none is modelled: pinning and overlapping are changes of the server's own code.
+Predicted saving: not modelled, because pinning and overlapping need changes of the server's own code.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Submissions block although no stream is full: the hardware channels that the streams share are full.
 
-Mechanism: N streams hold min(N, channels) x depth submissions. With 4 channels (nothing set) 2,000 streams block at the
-same operation as 4 do: streams beyond the channels add nothing but false dependencies.
+Mechanism: N streams hold min(N, channels) x depth submissions. CUDA's default is 4 channels: with them, 2,000 streams
+block at the same operation as 4 streams. More streams than channels only add false dependencies.
 
-Signature: submissions block at one depth of all streams of a channel together, while their own streams hold less than
-nine tenths of what a queue takes. Channel ids come from the recorder where it has them (CUPTI; Kineto from June 2026
-on; not Nsight Systems); where it has not, all copy streams of a process and direction, at least five, are taken
-together, and the finding is only likely.
+Signature: submissions block when all streams of a channel together reach a certain depth, while each stream holds less
+than 90% of what a queue takes. Channel ids come from the recorder if it has them (CUPTI; Kineto from June 2026 on; not
+Nsight Systems). Otherwise all copy streams of a process and direction, at least five, are taken together, and the
+finding is only likely.
 
 Predicted saving: the calls played again (`deeper_queue`) with the channels that these streams would use of 32,
 with queues four times as deep, and with batches.

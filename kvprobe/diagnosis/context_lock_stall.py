@@ -3,17 +3,17 @@
 Mechanism: a submitter that finds the queue full waits inside the driver with the context lock held in shared mode;
 `cudaEventCreate`, `cudaStreamCreate`, `cudaMalloc`, `cudaHostAlloc` and `cudaFree` want it exclusively and wait until
 the stall is over, although they name another stream or none. Measured on an H200: about 90 ms for a 120 ms gate. It
-holds its stream's lock, too: every call of another thread that names that stream waits, one that records an event on it
-or tells it to wait for one, too.
+also holds the lock of its stream. Every call of another thread that names this stream waits, even one that only
+records an event on it, or lets it wait for one.
 
-Signature: such a call, at least 100 µs beyond what it usually takes, lies inside a slow submission of another thread of
-its process for most of its length, and ends with it. An allocation that is slow by itself ends by itself. Where the
-device was recorded, that submission was blocked by a full queue or staged pageable memory: one that is slow for another
-reason may itself be the one that waits.
+Signature: such a call takes at least 100 µs longer than usual. For most of this time, another thread of the process is
+inside a slow submission, and both end together. An allocation that is slow by itself ends by itself. If the recording
+shows what the GPU did, the slow submission must have been blocked by a full queue or by pageable memory: one that is
+slow for another reason may itself be waiting.
 
-Predicted saving: all of it with the other thread's queue cured; the share of creations with events and streams made up
-front, the share of allocations with memory from a pool, the share of calls that name the stream with these left to the
-thread that submits.
+Predicted saving: all of it, if the other thread's queue is no longer full. Other changes save their part of it: events
+and streams created before serving, memory from a pool, and calls that name the stream made by the thread that submits
+to it.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Calls return errors.
 
-Mechanism: a copy, a launch or a wait is refused, or an earlier one has failed on the device and every later call says
-so. A program that does not ask goes on with bytes that never came; one that does pays for whatever it does instead.
+Mechanism: CUDA refuses a copy, a launch or a wait; or an earlier operation failed on the GPU, and every later call
+returns its error. A program that ignores the error continues with wrong bytes.
 
-Signature: a call with a return code that is neither 0 nor "not ready". Left out is what programs ask to learn
-something: memory that was registered already or is not, and any call while the process ends and CUDA is gone. Of
-allocations that were refused, and of what failed before the serving window alone, the finding is information: programs
-try and handle that. A recording's totals count all of them; the first of each kind are kept with their thread and time
-whatever the detail is (`kvprobe run`), and Nsight Systems keeps the code of each. The PyTorch profiler keeps none.
+Signature: a call returns a code that is neither 0 nor "not ready". Two kinds do not count: calls that only test
+whether memory is registered, and calls while the process ends. Of allocations that were refused, and of what failed
+before the serving window alone, the finding is information: programs try and handle that. A recording's totals count
+all of them; the first of each kind are kept with their thread and time whatever the detail is (`kvprobe run`), and
+Nsight Systems keeps the code of each. The PyTorch profiler keeps none.
 
 Time lost: none is claimed; wrong results and what follows a failure cannot be timed.
 Predicted saving: none.

@@ -1,17 +1,17 @@
 """A stream is told to wait for a forward pass, and is then given more copies than its queue holds.
 
-Mechanism: the store waits for the compute stream (it must), and is then submitted while the forward still runs. Nothing
-drains, so the first call past the depth blocks for all that is left of the forward, on the thread that should launch
-the next step. Measured on an H200: 28.9 ms in one call behind a 30 ms forward.
+Mechanism: a store must wait for the compute stream, but its copies are submitted while the forward pass still runs.
+None of them can start, so the queue fills up. The next call blocks until the forward pass ends, on the thread that
+should launch the next step. Measured on an H200: 28.9 ms in one call behind a 30 ms forward.
 
-Signature: a submission at the full depth of its stream (a plateau, or a single call at a depth that real queues have)
-during most of which nothing of that stream executed, and which returns when the stream begins to move. In plain
-saturation the stream executes all the time and each call waits for one operation; what blocks after the fence has
-opened is plain saturation and is counted there.
+Signature: a submission blocks at the full depth of its stream (a plateau, or a single call at a depth that real queues
+have). For most of the call, the stream executes nothing, and the call returns when the stream starts to execute. In
+`launch_queue_saturation`, the stream executes all the time and each call waits for one operation; calls that block
+after the stream has started belong there.
 
-Time lost: the part of the blocked calls in which the stream stood still. Predicted saving: all of it where the store is
-submitted after the forward; of more slots, the calls played again (`deeper_queue`): the first copy too many blocks
-for the rest of the forward, however many found a slot before it.
+Time lost: the part of the blocked calls in which the stream stood still. Predicted saving: all of it, if the store is
+submitted after the forward pass. For a deeper queue, the calls are simulated with more slots (`deeper_queue`): the
+first copy that finds no slot blocks for the rest of the forward pass.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     of_launches = 2 * int(ns[launching].sum()) > int(ns.sum())
     return joined.host_finding(
         CAUSE,
-        "{calls} submissions waited {lost}: the launch queue had filled behind a fence",
+        "{calls} submissions waited {lost}: the launch queue filled up while its stream waited for an event",
         "certain" if told and behind else "likely",
         rows,
         ns,
@@ -85,13 +85,13 @@ def _of_the_fence(joined: JoinedRecording, found: Full, told: int, behind: int) 
         text = f"their streams had been told {told:,} times to wait for an event"
         evidence.append(Evidence(text, told, "calls", COUNTED))
     if behind:
-        text = f"kernels of other streams ran during most of {behind} of them: what the fence waits for"
+        text = f"kernels of other streams ran during most of {behind} of them: the work that their stream waited for"
         evidence.append(Evidence(text, behind, "calls", INFERRED))
         return evidence
     copying = joined.busy(Engine.COPY).within(joined.start[rows], joined.end[rows])
     copied = int((2 * copying > ns).sum())
     if copied:
-        text = f"copies of other streams ran during most of {copied} of them: what the fence waits for"
+        text = f"copies of other streams ran during most of {copied} of them: the work that their stream waited for"
         evidence.append(Evidence(text, copied, "calls", INFERRED))
     return evidence
 
@@ -103,19 +103,22 @@ def _of_copies(joined: JoinedRecording, found: Full) -> tuple[Change, ...]:
     channels = int(joined.recording.machine.get("channels") or 4)
     return (
         Change(
-            "Submit the loads only when what they wait for has ended"
+            "Submit the loads only after the work that they wait for has ended"
             if of_loads
-            else "Submit the store when the forward it waits for has ended, or at the start of the next step (vLLM "
+            else "Submit the store after the forward pass that it waits for has ended, or at the start of the next "
+            "step (vLLM "
             "0.14)",
             share=1.0,
         ),
         deeper(joined, found, "fence"),
         Change(
-            "Submit less behind the fence than the queue takes: one cudaMemcpyBatchAsync or one kernel per transfer",
+            "While the stream waits, submit no more than the queue holds: use one cudaMemcpyBatchAsync or one "
+            "kernel per transfer",
             share=spared(joined, found, "fence", BATCHED),
         ),
         Change(
-            f"Spread the copies over streams, each fenced, up to the {channels} channels (kvprobe's engine: "
+            f"Spread the copies over several streams that wait for the same event, up to the {channels} channels "
+            f"(kvprobe's engine: "
             "pooled; for servers `kvprobe run --fix auto`)",
             "rung",
             "pooled",
@@ -129,7 +132,9 @@ def _of_copies(joined: JoinedRecording, found: Full) -> tuple[Change, ...]:
 def _of_launches(joined: JoinedRecording, found: Full) -> tuple[Change, ...]:
     """What helps where it is launches that wait."""
     return (
-        Change("Launch when what the stream waits for has ended: the thread is free until then", share=1.0),
+        Change(
+            "Launch only after the work that the stream waits for has ended: until then, the thread is free", share=1.0
+        ),
         deeper(joined, found, "fence"),
-        Change("Launch fewer, larger pieces of work behind the wait: CUDA graphs, fused kernels"),
+        Change("Launch fewer, larger pieces of work after the wait: CUDA graphs, fused kernels"),
     )

@@ -4,10 +4,10 @@ Mechanism: CUDA initialises lazily. The first call of a process makes the contex
 its code (`CUDA_MODULE_LOADING=LAZY`, the default since CUDA 12.2), a first stream makes a channel. Other threads can
 wait for the same lock meanwhile.
 
-Signature: the call is the first of its name in the process, or the first launch of its kernel, it is at least ten times
-as long as the others of its name, and the queue is not what it waited for (memory calls also come before the work);
-or the recorder labels it (lazy loading, JIT). A launch right after the calls that load its kernel's library is
-explained by them; where that is all there is, it is not worth a line.
+Signature: the call is the first of its name in the process, or the first launch of its kernel, it is at least ten
+times as long as the others of its name, and the queue is not what it waited for (memory calls also come before the
+work); or the recorder labels it (lazy loading, JIT). A slow launch right after the calls that load its kernel's
+library is explained by these calls.
 
 Predicted saving: all of it for a process that warms up before it serves.
 """

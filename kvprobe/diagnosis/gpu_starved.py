@@ -1,13 +1,13 @@
 """The device is idle while the host prepares the next step.
 
-Mechanism: scheduling, tokenising, data loading or building of descriptors takes longer than what was queued on the
-device, so it runs dry; nothing in CUDA is slow.
+Mechanism: scheduling, tokenising, data loading or building of descriptors takes longer than the GPU needs for the
+queued work, so the GPU runs out of work. Nothing in CUDA is slow.
 
-Signature: the device executes nothing, the launch that ends the gap was made after the gap had begun (the queue was
-empty, which is the opposite of a full one: a long time between launch and start of a kernel is not starvation), and the
-launching thread was in no CUDA call meanwhile. Gaps of at least 200 µs; shorter ones, one for each launch, belong to
-`python_or_gil_bound`, as do gaps with evidence of the interpreter. Named from five gaps and a tenth of the span on:
-every program has some. Gaps in which nobody asked for anything, as far as the account can tell, are left out.
+Signature: the GPU executes nothing, the launch that ends the gap was made after the gap began, and the launching
+thread was in no CUDA call during the gap. (The queue was empty. If a kernel starts long after its launch, the GPU is
+not starved.) Gaps of at least 200 µs; shorter ones, one for each launch, belong to `python_or_gil_bound`, as do gaps
+with evidence of the interpreter. Every program has some gaps, so the finding needs at least five gaps and 10% of the
+time. Gaps in which there was no request to work on, as far as the account shows, do not count.
 
 Time lost: the part of these gaps in which the thread was in no CUDA call. Predicted saving: the same, with the next
 step prepared while the last one runs.
@@ -39,7 +39,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     where = joined.places(calls, ns)
     return joined.finding(
         CAUSE,
-        "The device was idle for {lost} while the host prepared, in {calls} gaps",
+        "The GPU was idle for {lost}, in {calls} gaps, while the host prepared the next step",
         "likely",
         Loss(
             lost,
@@ -65,7 +65,7 @@ def find(joined: JoinedRecording) -> Finding | None:
                 MEASURED,
             ),
             Evidence(
-                "each gap ended with a launch made after it had begun: the queue was empty, not full",
+                "each gap ended with a launch that was made after the gap began: the queue was empty, not full",
                 len(calls),
                 "calls",
                 INFERRED,

@@ -1,14 +1,14 @@
 """Small copies wait behind another stream's burst on the same copy engine.
 
-Mechanism: a copy engine serves what its streams hand it in order. A few bytes that the next step needs (sequence
+Mechanism: a copy engine makes the copies of all its streams in order. A few bytes that the next step needs (sequence
 lengths, sampled tokens) queue behind hundreds of megabytes of blocks, although their own stream is empty. Stream
 priorities do not help: they have no effect on copies.
 
 Signature: a pinned copy of at most 64 KiB that could have started (submitted, its stream's previous operation over) at
-least 100 µs before it did. For at least 80% of that time the engine of its direction worked for other streams, and
-one of these streams moved at least 16 times as much meanwhile as it, and as what its own stream goes on to move:
-streams that are given a burst each wait for one another as well, and are no small copies. A full queue holds the
-caller; here the call returns at once.
+least 100 µs before it did. For at least 80% of that time the engine of its direction worked for other streams, and one
+of these streams moved at least 16 times as many bytes as the small copy and as the copies that follow it on its
+stream. (Streams that each have a burst also wait for one another, but their copies are not small.) With a full queue,
+the caller blocks; here the call returns at once.
 
 Time lost: the waiting time, each instant of one process and direction once; where kernels ran meanwhile, it cost the
 device nothing. Predicted saving: all but one copy of the burst, the one being served: waiting - n x median copy of the
@@ -137,7 +137,7 @@ def _finding(joined: JoinedRecording, found: list[_Waits]) -> Finding | None:
     each, lost = until - since, _lost(joined, rows, since, until)
     return joined.finding(
         CAUSE,
-        "{calls} small copies waited {lost} behind other streams' bursts",
+        "{calls} small copies waited {lost} behind bursts of copies on other streams",
         "likely",
         Loss(
             lost,
@@ -166,7 +166,7 @@ def _finding(joined: JoinedRecording, found: list[_Waits]) -> Finding | None:
         cure=(
             Change("Submit the small copies of the next step before the burst, not behind it", share=1.0),
             Change(
-                "Cut bursts into pieces and submit the next piece when the last has ended (pacing)",
+                "Cut bursts into pieces and submit the next piece when the previous one has ended (pacing)",
                 share=1 - saved / max(lost, 1),
             ),
             Change(

@@ -1,17 +1,19 @@
 """The launch queue behind a stream is full: each further submission waits until an earlier one has been served.
 
 Mechanism: a stream takes about a thousand submissions (1,021 on an H200, 1,022 on a V100, 1,135 to 1,141 seen on an
-H100). The next call blocks until the device has freed a slot, so a call that costs a microsecond takes as long as the
-operation in front of the queue, on the thread that submits.
+H100). The next call blocks until the device has freed a slot, so a call that usually takes a microsecond takes as long
+as the oldest operation in the queue, and blocks the thread that submits.
 
-Signature: all three of (see `recordings.occupancy`) depths that stop at a plateau, calls that cost more there than
-below it, returns that follow the stream's progress more closely than chance. Or the recorder's own label (CUPTI, 12.4:
-command buffer full), which is used where it is there and compared with the inference. Deep and cheap is healthy; slow
-and shallow is another cause. Where one of the three is missing this abstains and says which.
+Signature: three signs, of which all are needed (see `recordings.occupancy`). The depth of the queue stops growing at
+one value; calls at this depth take longer than calls below it; and they return when the stream finishes an operation,
+more often than by chance. If the recorder labels full queues itself (CUPTI 12.4: command buffer full), kvprobe uses
+the label and compares it. A deep queue with fast calls is healthy; slow calls at a low depth have another cause. If
+one sign is missing, kvprobe says which, and does not decide.
 
-Predicted saving: of each change the calls played again with the slots that it alone adds (`deeper_queue`): queues
-four times as deep; a stream for each transfer, up to the machine's channels (else CUDA's default of 4) times as deep;
-batches, eight times. `CUDA_DEVICE_MAX_CONNECTIONS` gives one stream nothing, and is not among them.
+Predicted saving: for each change, the calls are simulated with the slots that this change adds (`deeper_queue`).
+Deeper queues have four times as many slots; a stream for each transfer, as many times as the machine has channels
+(CUDA's default is 4); batches, eight times. `CUDA_DEVICE_MAX_CONNECTIONS` does not help a single stream, and is not
+proposed.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ def _slow_records(joined: JoinedRecording) -> Finding | None:
     ours = any(one.format == "kvprobe" for one in joined.recording.source)
     return joined.open_question(
         CAUSE,
-        "The launch queue may have been full: {calls} records of events took {lost} longer than others",
+        "The launch queue may have been full: {calls} calls that record an event took {lost} longer than usual",
         rows,
         ns,
         evidence=(
@@ -90,14 +92,17 @@ def _slow_records(joined: JoinedRecording) -> Finding | None:
                 MEASURED,
             ),
         ),
-        because="the records of events that took long found slots in their queues, by what was counted"
+        because=(
+            "the calls that record events were slow although their queues had free slots, as far as submissions "
+            "were counted"
+        )
         if told
-        else "records of events waited, and the recording does not hold every record with its stream",
-        record="Keep each record of an event: kvprobe run --detail launches"
+        else "calls that record an event waited, and the recording does not contain all of them with their streams",
+        record="Record every event call: kvprobe run --detail launches"
         if ours
         else "Record again with Python stacks (kvprobe run), to see where the thread was"
         if told
-        else "Record with Nsight Systems (kvprobe run --nsys), which tells the stream of each record",
+        else "Record with Nsight Systems (kvprobe run --nsys), which shows the stream of each call",
         chart=joined.slow_calls_chart(rows, "Records of events that took long"),
     )
 
@@ -127,15 +132,15 @@ def _crowded(joined: JoinedRecording) -> Finding | None:
         left[rows],
         evidence=(
             Evidence(
-                f"the copies of their direction, of all streams together, were up to {most:,} outstanding",
+                f"up to {most:,} copies of this direction were outstanding, on all streams together",
                 most,
                 "1",
                 MEASURED,
             ),
         ),
-        because="the recording does not say which streams share a channel, and streams that had slots themselves held "
-        "together what a channel takes",
-        record="Record with the PyTorch profiler of June 2026 or later, which tells channels; or run once with "
+        because="the recording does not say which streams share a channel: each stream had free slots, but together "
+        "they held as many submissions as one channel takes",
+        record="Record with the PyTorch profiler of June 2026 or later, which records channels; or run once with "
         "CUDA_DEVICE_MAX_CONNECTIONS=32 and compare",
         chart=joined.slow_calls_chart(rows, "Slow submissions of streams whose queues had free slots"),
     )
@@ -154,12 +159,13 @@ def open_question(joined: JoinedRecording) -> Finding | None:
         return None
     return joined.open_question(
         CAUSE,
-        "The launch queue may have been full: {calls} calls took {lost} longer with most outstanding",
+        "The launch queue may have been full: {calls} calls took {lost} longer than usual while many submissions "
+        "were outstanding",
         rows,
         ns,
         evidence=(
             Evidence(
-                f"{len(rows):,} slow calls were entered with "
+                f"{len(rows):,} slow calls began with "
                 f"{range_of(joined.occupancy.depth[rows])} submissions outstanding on their stream",
                 len(rows),
                 "calls",
@@ -201,8 +207,8 @@ def _of_calls(joined: JoinedRecording, found: Full) -> list[Evidence]:
     own = joined.dur[rows][2 * found.ns["saturation"] >= joined.dur[rows]]  # of the others most is another cause's
     evidence = [
         Evidence(
-            f"{len(rows):,} calls were entered with {range_of(joined.occupancy.depth[rows])} submissions outstanding, "
-            f"where the queue is full, and lost {ms(lost)}",
+            f"{len(rows):,} calls began with {range_of(joined.occupancy.depth[rows])} submissions outstanding, which "
+            f"means a full queue, and lost {ms(lost)}",
             lost,
             "ns",
             LABELLED if labelled else MEASURED if found.how == "plateau" else INFERRED,
@@ -235,7 +241,7 @@ def _of_queues(found: Full) -> list[Evidence]:
     if np.isfinite(first.aligned):
         evidence.append(
             Evidence(
-                f"{first.aligned:.0%} of them return when their stream moves on; "
+                f"{first.aligned:.0%} of them returned when their stream finished an operation; "
                 f"by chance it would be {first.chance:.0%}",
                 first.aligned,
                 "1",
@@ -288,12 +294,15 @@ def _cure(joined: JoinedRecording, found: Full) -> list[Change]:
             Change(
                 "Launch fewer, larger pieces of work: CUDA graphs, fused kernels; the device is behind, not the host"
             ),
-            Change("Let another thread do what the blocked thread does besides launching"),
+            Change("Let another thread do the work that the blocked thread does besides launching"),
         ]
     channels = joined.recording.machine.get("channels") or 4
     return [
         *cure,
-        Change("Submit each transfer as one gather kernel, which takes one slot: a batch takes one for 25 copies")
+        Change(
+            "Submit each transfer as one gather kernel, which takes one slot: a batch takes one slot for every 25 "
+            "copies"
+        )
         if of_batches
         else Change(
             "Submit fewer, larger pieces: one cudaMemcpyBatchAsync or one gather kernel per transfer; a batch "
@@ -302,7 +311,7 @@ def _cure(joined: JoinedRecording, found: Full) -> list[Change]:
         ),
         Change(
             f"Give each transfer a stream of its own, up to the {channels} hardware channels, and never submit "
-            "past the depth (kvprobe's engine: pooled; for servers `kvprobe run --fix auto`)",
+            "more than the queue holds (kvprobe's engine: pooled; for servers `kvprobe run --fix auto`)",
             "rung",
             "pooled",
             "auto",
@@ -321,7 +330,7 @@ def _fewer_records(joined: JoinedRecording, found: Full) -> list[Change]:
     submitted = int((joined.submits & np.isin(joined.stream, joined.stream[rows])).sum())
     return [
         Change(
-            f"Record one event behind a transfer or a step, not behind each piece: {records:,} records took "
+            f"Record one event after each transfer or step, not after each piece: {records:,} records took "
             "slots of the queue as well",
             share=spared(joined, found, "saturation", 1 + records / max(submitted, 1)),
         )

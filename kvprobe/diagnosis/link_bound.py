@@ -1,12 +1,12 @@
 """The link runs at its full rate and the device waits for it: only moving fewer bytes helps.
 
-Mechanism: the bytes that must move take longer than the compute beside them.
+Mechanism: moving the bytes takes longer than the computation that runs at the same time.
 
 Signature: over the recording one direction of the link is busy for at least 80% of the time, its copies run at 80% of
 the link's rate or more, and for at least 30% of the time it is busy no kernel of the process runs. The process has
 kernels, and most of that time lies between them: nothing shows that a model waits for what is copied before its first
-kernel, such as weights that are loaded once, or after its last one. Small, redundant, degraded and unhidden copies
-claim first: what is left really is bytes.
+kernel, such as weights that are loaded once, or after its last one. Findings about small, redundant or slow copies and
+about copies that could be hidden take their part first, so only the amount of bytes is left as a cause.
 
 Where the device was not recorded, copies on streams of copies that carry 80% of the link's rate over the whole time are
 an open question: whether the model waits for them is not seen.
@@ -133,7 +133,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     together = f", {gpus} GPUs together" if gpus > 1 else ""
     return joined.device_finding(
         CAUSE,
-        f"The link is the limit: {{lost}} of copying with nothing to compute{together}",
+        f"The link is the limit: copies ran for {{lost}} while nothing computed{together}",
         "certain",
         rows,
         np.concatenate(losses),

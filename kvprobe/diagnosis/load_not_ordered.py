@@ -113,7 +113,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     rows = np.concatenate([unordered.rows for unordered in found])
     return joined.finding(
         CAUSE,
-        "{calls} loads are not ordered before the compute that reads them",
+        "{calls} loads are not ordered before the kernels that read their data",
         "likely",
         unordered_loss(joined, rows),
         severity="critical",
@@ -122,9 +122,9 @@ def find(joined: JoinedRecording) -> Finding | None:
         "would be in order",
         cure=(
             Change(
-                "Record an event behind the load and let the compute stream wait for it before the first kernel "
+                "Record an event after the load and let the compute stream wait for it before the first kernel "
                 "that reads the blocks (current_stream().wait_event(event))"
             ),
-            Change("Or launch those kernels only after cudaEventQuery has answered that the load is done"),
+            Change("Or launch those kernels only after cudaEventQuery has reported that the load is done"),
         ),
     )

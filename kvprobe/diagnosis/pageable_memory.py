@@ -89,7 +89,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         cure=(
             *_of_programs(joined, rows, excess, saving),
             Change(
-                "Allocate the host side pinned, once: torch.empty(..., pin_memory=True), cudaHostAlloc, or "
+                "Pin the CPU memory once: torch.empty(..., pin_memory=True), cudaHostAlloc, or "
                 "cudaHostRegister on the existing pool",
                 share=saving,
             ),

@@ -66,7 +66,7 @@ def find(joined: JoinedRecording) -> Finding | None:
             Evidence(f"the longest is {what}: {ms(int(joined.dur[worst]))}", int(joined.dur[worst]), "ns", INFERRED),
         ),
         cure=(
-            Change("Pin before serving, once, and hand out of the pool", share=1.0),
+            Change("Pin once, before serving, and take buffers from this pool", share=1.0),
             Change(
                 "Register in pieces of 64 MB, after the pages have been touched: each piece holds the lock for "
                 "milliseconds",

@@ -179,7 +179,7 @@ def _by_submissions(joined: JoinedRecording) -> Finding | None:
     inside = int(joined.dur[np.isin(joined.caller, joined.caller[rows])].sum())
     return joined.finding(
         CAUSE,
-        "A submitting thread waited {lost} for the interpreter's lock, between {calls} calls",
+        "A submitting thread waited {lost} for Python's interpreter lock (GIL), between {calls} calls",
         "likely",
         Loss(
             lost,
@@ -267,7 +267,7 @@ def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
     )
     return joined.finding(
         CAUSE,
-        "The device was idle for {lost} because Python was slow to launch, in {calls} gaps",
+        "The GPU was idle for {lost}, in {calls} gaps, because Python was slow to launch kernels",
         "likely",
         Loss(
             lost,

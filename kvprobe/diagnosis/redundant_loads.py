@@ -258,8 +258,11 @@ def _evidence(joined: JoinedRecording, found: _Repeats) -> list[Evidence]:
     wasted, moved = int(joined.bytes[rows].sum()), int(joined.bytes[loads].sum())
     kinds_of = (
         (found.held, "brought bytes that an earlier load had brought, and no copy had written over them since"),
-        (found.arrived, "went to where the same bytes had been loaded to, with no copy to either place in between"),
-        (found.unseen, "came before the host had waited for the load of the same bytes before them"),
+        (
+            found.arrived,
+            "copied the same source to the same destination again, with no copy to either of them in between",
+        ),
+        (found.unseen, "were submitted before the host had waited for the previous load of the same bytes"),
     )
     counts = [(int((mask & chosen).sum()), what) for mask, what in kinds_of]
     compared, equal = found.looks.pairs, found.looks.equal
@@ -296,7 +299,7 @@ CURE = (
         "on",
         share=1.0,
     ),
-    Change("Limit the wait: load again where waiting would take longer than a load of its own"),
+    Change("Limit this wait: load again if waiting would take longer than a new load"),
 )
 SHARED = Change(
     "Keep blocks that several requests use once on the GPU, and let their block tables point there", share=1.0

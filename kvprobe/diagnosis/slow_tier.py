@@ -258,7 +258,7 @@ def _break_even(joined: JoinedRecording, rows: Array) -> _TierRates:
     took = int((table["end_ns"] - table["start_ns"])[rows].sum())
     reads = int((table["end_ns"] - table["start_ns"])[mine].sum())
     part = (1 - had / least) * reads / max(took, 1)
-    change = Change("Compute these tokens again instead of reading them: take this tier out", "setting", share=part)
+    change = Change("Compute these tokens again instead of reading them: remove this tier", "setting", share=part)
     return _TierRates(evidence, (change,), slower=True)
 
 

@@ -1,17 +1,17 @@
 """Copies are so small that the copy engine spends its time on their fixed cost, not on their bytes.
 
-Mechanism: a copy costs the engine about 2 µs before the first byte moves, and the host 1 µs to submit. At 4 KiB a loop
-of copies reaches 1.3 GB/s on a link of 55.
+Mechanism: a copy costs the engine about 2 µs before the first byte moves, and the host 1 µs to submit. At 4 KiB, a
+loop of copies reaches 1.3 GB/s on a link of 55 GB/s.
 
-Signature: at least 256 copies of one direction below 64 KiB in which at least half of the engine's time goes beyond
-bytes / link rate. Bursts of small copies behind large ones of other streams are `head_of_line_copies`.
+Signature: at least 256 copies of one direction below 64 KiB in which the engine takes at least twice as long as the
+bytes need at the link's rate. Bursts of small copies behind large ones of other streams are `head_of_line_copies`.
 
-Time lost: the engine's time beyond what the same bytes take at link rate, and its pauses of a few us between two copies
-of a stream of which the second waited already; of stores only where no kernel of the process runs beside them: nobody
-waits for a store that compute hides, a load somebody waits for even then. The link rate is the machine's, else the one
-of the largest copies in the recording; else what more bytes cost more, where there are copies of sizes four times
-apart; else 25 GB/s where half of the copies take less than 6 µs, and the finding is then only likely. Copies that take
-longer on a link of unknown speed are left alone.
+Time lost: the engine's time beyond what the same bytes take at link rate, and its pauses of a few us between two
+copies of a stream of which the second waited already; stores count only while no kernel of the process runs, because
+nothing waits for a store that runs beside compute. The link rate is the machine's, else the one of the largest copies
+in the recording; else what more bytes cost more, where there are copies of sizes four times apart; else 25 GB/s where
+half of the copies take less than 6 µs, and the finding is then only likely. Copies that take longer on a link of
+unknown speed are left alone.
 
 Predicted saving: with addresses in the recording, the excess of the copies that continue their predecessor (source
 and destination both contiguous): (n - runs) x mean excess. Where there are no runs, or no addresses: 62% of the excess,
@@ -127,7 +127,7 @@ class _Runs:
     """Runs of small copies of which each continues the one before it.
 
     Attributes:
-        excess_ns: what the copies that continue another one cost beyond their bytes.
+        excess_ns: how much longer the copies that continue another one take than their bytes need.
         evidence: how many runs there are.
     """
 
@@ -163,7 +163,7 @@ class _Side:
 
     Attributes:
         rows: of the executions.
-        excess: ns beyond its bytes of each, and beyond what compute hides.
+        excess: ns that each takes longer than its bytes need, without what compute hides.
         between_ns: pauses of the engine between two of them.
         assumed: whether the rate is.
         runs: None where they are not known.
@@ -234,11 +234,14 @@ def _saving(joined: JoinedRecording, sides: list[_Side]) -> tuple[list[Evidence]
     ]
     cure = [
         Change("Join contiguous blocks into one copy before submitting", share=merged_ns / total if known else None),
-        Change("cudaMemcpyBatchAsync (CUDA 12.8 and later): one call for all blocks of a transfer", share=BATCH_GAIN),
         Change(
-            "One gather or scatter kernel for a transfer of many small blocks; it takes multiprocessors, so measure"
+            "Use cudaMemcpyBatchAsync (CUDA 12.8 and later): one call copies all blocks of a transfer", share=BATCH_GAIN
         ),
-        Change("Larger blocks, or a layout that keeps all layers of a block together"),
+        Change(
+            "Use one gather or scatter kernel for a transfer of many small blocks; it takes multiprocessors from "
+            "the model, so measure the effect"
+        ),
+        Change("Use larger blocks, or a layout that keeps all layers of a block together"),
     ]
     return evidence, cure
 
@@ -261,7 +264,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     got = joined.device.claim(CAUSE, rows, excess)
     return joined.finding(
         CAUSE,
-        "{calls} small copies cost {lost} beyond their bytes",
+        "{calls} small copies took {lost} longer than their bytes need on the link",
         "likely" if any(side.assumed for side in sides) else "certain",
         Loss(
             int(got.sum()) + between,

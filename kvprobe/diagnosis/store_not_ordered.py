@@ -9,8 +9,8 @@ the bursts of stores, in at least three bursts. A store that is ordered never be
 earlier step's blocks may, which is why waits are counted too: one that the stream was told up to as many bursts before
 as a model has layers, for the layers of a step are stored one by one between the launches of the next; and one of the
 host, which waits or asks for the earlier step after its last launch and then stores. Where the recording does not tell
-which streams wait, nothing is said. Event identities and addresses are not in recordings, so that the bytes were really
-wrong cannot be told: likely, never certain.
+which streams wait, nothing is said. Event identities and addresses are not in recordings, so kvprobe cannot tell
+whether bytes were really wrong: the finding is likely, never certain.
 
 Time lost: none. Predicted saving: none; results are at stake.
 """
@@ -118,7 +118,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     rows = np.concatenate(guilty)
     return joined.finding(
         CAUSE,
-        "{calls} stores are not ordered after the compute that writes what they read",
+        "{calls} stores are not ordered after the kernels that write their data",
         "likely",
         unordered_loss(joined, rows),
         severity="critical",

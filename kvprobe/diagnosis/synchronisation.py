@@ -1,8 +1,8 @@
 """The thread that launches the model waits for a copy: explicit (`cudaStreamSynchronize`) or implicit (`cudaMemcpy`).
 
-Mechanism: while the thread waits for a transfer it launches nothing, so the device runs dry although the transfer needs
-none of its multiprocessors. A result that is read back in every step (`.item()`, `.cpu()`) does the same: the thread
-learns it only when the step is over, and nothing has been launched behind it.
+Mechanism: while the thread waits for a transfer it launches nothing, so the GPU runs out of work, although the
+transfer does not need its multiprocessors. A result that is read back in every step (`.item()`, `.cpu()`) does the
+same: the thread gets the result only when the step is over, and has launched nothing after it.
 
 Signature: a synchronising call on a thread that launches compute and goes on launching afterwards, and
  - it names a stream that carries no kernels and on which a copy was outstanding; or
@@ -300,7 +300,7 @@ def _waited(joined: JoinedRecording, rows: Array, ns: Array, back: Array) -> Fin
         ),
         cure=(
             Change(
-                "Order with events instead of waiting: record an event behind the copy, and let the compute stream "
+                "Order with events instead of waiting: record an event after the copy, and let the compute stream "
                 "wait for it (cudaStreamWaitEvent, torch.cuda.Stream.wait_event)",
                 share=1.0,
             ),

@@ -1,6 +1,6 @@
 """Slow submissions that no known cause explains, with the reason why none does.
 
-Mechanism: unknown by definition. The usual suspects that a recording does not show are the scheduler taking the thread
+Mechanism: unknown by definition. Frequent reasons that a recording does not show are the scheduler taking the thread
 away, a lock inside the driver that another process or thread holds, and page faults.
 
 Signature: submissions, and records of events, longer than 60 µs, at a depth below the ceiling, that overlap nothing

@@ -9,7 +9,7 @@ window and the second before, by more than three standard errors of the counters
 quarter of what was seen: each sample of NVML covers 20 ms, and packets carry more than their payload. Where single
 calls were lost, the whole recording is one window, and the totals are compared.
 
-Time lost: none is claimed, for nothing shows what the bytes delayed. Predicted saving: none.
+Time lost: none, because the recording does not show what the bytes delayed. Predicted saving: none.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Neighbouring copies that could have been one: their caller pays a call for each, and the calls limit the copying.
 
 Mechanism: a copy costs its caller about 1 µs (H200) to 3 µs, however small it is. Blocks that lie side by side in CPU
-memory and on the GPU, as those of a long prefix often do, are one piece of memory on both sides, and are copied one by
-one all the same. A call for 16 KiB cannot fill a link of 55 GB/s.
+memory and on the GPU, as those of a long prefix often do, are one piece of memory on both sides, but the program
+copies them one by one. A call for 16 KiB cannot fill a link of 55 GB/s.
 
 Signature: copies of one thread, stream and direction, one right after the other, of which source and destination both
 begin where those of the copy before end; the thread waited for nothing in between, and the stream was given nothing
@@ -13,7 +13,8 @@ the changes. Needs addresses: kvprobe's own recordings; of a batch only the firs
 
 Time lost: what the calls cost that continue the copy before them, at most the median of their stream and direction.
 Whether that is worth a change is decided with what passes between them: a loop that is not run saves that, too.
-Predicted saving: the calls alone. What kvprobe's own rung saves beyond that, by leaving the caller, is not modelled.
+Predicted saving: the time of these calls. If kvprobe submits the copies on its own thread, that saves more, but this
+is not modelled.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     between = near(joined).gap_ns[rows]
     return joined.host_finding(
         CAUSE,
-        "{calls} copies continued the copy before them and could have been part of it: their calls took {lost}",
+        "{calls} copies could have been merged with the copy before them: their calls took {lost}",
         "likely",
         rows,
         ns,

@@ -41,7 +41,7 @@ _COPIES = (
 )
 _DEVICE = "record with device activity: `kvprobe run --nsys`, `nsys profile -t cuda`, or torch.profiler with CUDA"
 _REQUESTS = "record where threads sleep: `kvprobe run --nsys`, or `nsys profile -t cuda,nvtx,osrt`"
-_LAUNCHES = "keep each launch and event: `kvprobe run --detail launches`"
+_LAUNCHES = "record every launch and event call: `kvprobe run --detail launches`"
 _DETAIL = "keep more calls: `kvprobe run --max-size`, or a shorter run"
 
 
@@ -99,7 +99,7 @@ def missing(recording: Recording, window: ServingWindow | None = None) -> list[M
     elif made < ENOUGH:
         few = "too few to tell a full queue from chance"
         if counted >= ENOUGH and not window.given:
-            out.append(MissingPart(f"of {counted:,} submissions it holds {made} one by one, {few}", _LAUNCHES))
+            out.append(MissingPart(f"it has the details of only {made} of {counted:,} submissions, {few}", _LAUNCHES))
         else:
             out.append(MissingPart(f"it holds {made} submission{'s' if made > 1 else ''}, {few}", _COPIES))
     out += _unseen(recording)
@@ -192,8 +192,8 @@ def _waited(gpu: GpuAccount) -> str:
     """What a GPU waited for, in a clause."""
     copies, host = (gpu.ns(*lines) / gpu.asked_ns for lines in (COPIES, HOST))
     return (
-        f"the GPU waited {gpu.waiting_share:.0%} of {_with_something_to_do(gpu)}: "
-        f"{copies:.0%} for copies, {host:.0%} for the host"
+        f"the GPU waited for {gpu.waiting_share:.0%} of {_with_something_to_do(gpu)}: "
+        f"{copies:.0%} for copies and {host:.0%} for the host"
     )
 
 
@@ -215,13 +215,17 @@ def _not_computing(gpu: GpuAccount) -> list[MissingPart]:
         if why == Unknown.BETWEEN_REQUESTS:  # that nothing ran is known
             what, how = f"for {share:.0%} of the time the GPU had nothing to run, and {why.text}", _REQUESTS
         else:
-            what, how = f"of {share:.0%} of the time it is not known what the GPU did, because {why.text}", _DEVICE
+            what = f"for {share:.0%} of the time, it is not known what the GPU did, because {why.text}"
+            how = _DEVICE
         out.append(MissingPart(what, how))
     waited = gpu.waiting_share
     if waited >= WAITED_SHARE:
         time = _with_something_to_do(gpu)
         out.append(
-            MissingPart(f"the GPU waited {waited:.0%} of {time}, and nothing shows whether a model did", _COPIES)
+            MissingPart(
+                f"the GPU waited for {waited:.0%} of {time}, and nothing shows whether a model was running then",
+                _COPIES,
+            )
         )
     return out
 
@@ -232,15 +236,15 @@ def statement(account: Account) -> str:
     if not seen:
         return "no submission waited for a reason that can be fixed"
     gpu = min(seen, key=lambda one: one.share(Line.COMPUTING))
-    name = "the GPU" if len(seen) == 1 else f"GPU {gpu.device}, which did so least,"
-    parts = [f"{name} computed {gpu.share(Line.COMPUTING):.0%} of {gpu.window_ns / 1e6:,.4g} ms"]
+    name = "the GPU" if len(seen) == 1 else f"GPU {gpu.device}, which computed least,"
+    parts = [f"{name} computed for {gpu.share(Line.COMPUTING):.0%} of {gpu.window_ns / 1e6:,.4g} ms"]
     shares = {
-        "waited {} for copies": gpu.share(*COPIES),
-        "{} for the host": gpu.share(*HOST),
+        "waited for copies for {}": gpu.share(*COPIES),
+        "waited for the host for {}": gpu.share(*HOST),
         "had nothing to do for {}": gpu.share(Line.NOTHING_TO_DO),
     }
     parts += [text.format(f"{share:.0%}") for text, share in shares.items() if share >= 0.005]
-    return ", ".join(parts)
+    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 
 def of_full_queue(recording: Recording, found: Examination) -> Verdict:

@@ -1,11 +1,10 @@
 """Only copies ran, for a reason that nothing else explains: what the account calls waiting for copies.
 
-Mechanism: the model's next kernel needs bytes that are still on their way, or the thread that launches it comes after
-them. Loads that are submitted when they are needed, and not a step ahead, run alone however fast the link is; where
+Mechanism: the model's next kernel needs bytes that are still being copied, or its thread launches it only after the
+copies. Loads that are submitted when they are needed, and not a step ahead, run alone however fast the link is; where
 they are submitted ahead and still run alone, their bytes take longer than the compute beside them.
 
-Signature: none of its own. It is what is left of the lines "waiting for copies" when all other causes have claimed
-their part.
+Signature: none of its own. It is the rest of the lines "waiting for copies" that no other cause explains.
 
 Before the first kernel of the window, and after the last one, nothing shows whether a model waited: weights may have
 been loaded, or the model may have ended. What lies there is an open question.
@@ -32,18 +31,19 @@ from kvprobe.recordings.model import Array, Direction, Engine
 CAUSE = cause_of(__name__)
 LOADS, STORES = "loads", "stores"
 AHEAD = Change(
-    "Submit each load a step ahead, on a stream of its own, and let the compute stream wait for its event just before "
-    "the first kernel that needs it (vLLM, SGLang: asynchronous loading or prefetch)",
+    "Submit each load one step earlier, on a stream of its own, and let the compute stream wait for its event just "
+    "before the first kernel that needs it (vLLM, SGLang: asynchronous loading or prefetch)",
     share=1.0,
 )
 HELD = Change(
-    "Let loads run while the model computes: they are submitted ahead and held back. Load into a second buffer, so "
-    "that a load need not wait for the kernels that read the first one, and on a stream that only loads use",
+    "Let loads run while the model computes. Here they are submitted early, but have to wait in their stream. Load "
+    "into a second buffer, so that a load need not wait for the kernels that read the first one; use a stream for "
+    "loads only",
     share=1.0,
 )
 BEHIND = Change(
-    "Let the next step begin before the stores of this one have ended: submit stores on a stream of their own, and "
-    "wait for their events only where their blocks are given to somebody else",
+    "Let the next step begin before the stores of this step have ended: submit stores on a stream of their own, and "
+    "wait for their events only before their blocks are reused",
     share=1.0,
 )
 FEWER = Change(
@@ -174,12 +174,13 @@ def _submitted(found: _Alone) -> list[Evidence]:
     late, held, of = int(found.late.sum()), int(found.held.sum()), f"of {len(found.rows):,} copies were submitted"
     out = []
     if late:
-        text = f"{late:,} {of} when no kernel ran any more: too late to run beside one"
+        text = f"{late:,} {of} only when no kernel was running any more: too late to run while the GPU computes"
         out.append(Evidence(text, late, "calls", COUNTED))
     if held:
         text = (
-            f"{held:,} {of} in time to run beside kernels, and began only after them: an event, or other copies, stood "
-            "in front of them in their stream"
+            f"{held:,} {of} early enough to run beside kernels, but began only after them: they had to wait for an "
+            f"event "
+            "or for other copies in their stream"
         )
         out.append(Evidence(text, held, "calls", COUNTED))
     return out
@@ -207,4 +208,5 @@ def _beside_compute(by_direction: list[tuple[str, int]], loading: Change, hidden
 def _noun(by_direction: list[tuple[str, int]]) -> str:
     """What was waited for: loads or stores, where nearly all of it is; else copies."""
     total = sum(ns for _, ns in by_direction)
-    return next((name for name, ns in by_direction if name in (LOADS, STORES) and ns >= 0.9 * total), "copies")
+    one = next((name for name, ns in by_direction if name in (LOADS, STORES) and ns >= 0.9 * total), "copies")
+    return {LOADS: "loads (CPU to GPU)", STORES: "stores (GPU to CPU)"}.get(one, one)

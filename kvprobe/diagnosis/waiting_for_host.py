@@ -1,17 +1,16 @@
 """The GPU ran nothing while its thread was busy with something that no other cause explains.
 
-Mechanism: what ran next had not been submitted. The account says what the thread that submitted it did until then.
+Mechanism: the next operation had not been submitted yet. The account says what its thread did until then.
 
-Signature: none of its own. It is what is left of the lines "waiting for the host" when all other causes have claimed
-their part.
+Signature: none of its own. It is the rest of the lines "waiting for the host" that no other cause explains.
 
 Before the first kernel of the window, and after the last one, nothing shows whether a model waited: weights may have
 been loaded, or the model may have ended. What lies there is an open question. So are pauses of a thread far longer
 than what it takes from the results of most steps to the next submission, where nothing is seen of what it did: it may
 have prepared a request, or waited for one.
 
-Time lost: these instants, as wall time. Predicted saving: all of it for preparing ahead, which hides what the thread
-does behind what the GPU does; nothing else is modelled.
+Time lost: these instants, as wall time. Predicted saving: all of it, if the thread prepares the next step while the
+GPU works. Other changes are not modelled.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ DID = {
     Line.SUBMITTING: "submitted, operation by operation",
     Line.PYTHON: "was in Python, outside of CUDA calls",
     Line.NO_CPU: "had no CPU",
-    Line.TIER: "read or wrote below CPU memory",
-    Line.ELSEWHERE: "was outside of CUDA calls that submit",
+    Line.TIER: "read or wrote files or sockets",
+    Line.ELSEWHERE: "was in other CUDA calls",
 }
 SHOWN_BY = (
     "Record with `kvprobe run --nsys` or `nsys profile -t cuda,nvtx,osrt`, which show where the thread sleeps, or mark "
@@ -41,7 +40,8 @@ SHOWN_BY = (
 CURES: dict[Line, Change] = {
     Line.FULL_QUEUE: Change("Submit less at once, or through several streams", "setting"),
     Line.WAITING_FOR_DEVICE: Change(
-        "Do not wait on the host between two steps: submit the next one first, order with events", share=1.0
+        "Do not let the host wait between two steps: submit the next step first, and order the work with events",
+        share=1.0,
     ),
     Line.ALLOCATING: Change("Allocate and pin once, before serving, and keep the memory", share=1.0),
     Line.PAGEABLE: Change("Copy from pinned memory (`kvprobe run --fix auto` does it for large copies)", share=1.0),
@@ -125,7 +125,7 @@ def _left(joined: JoinedRecording) -> Finding | None:
     if lacks:
         title = f"Nothing ran for {{lost}} between copies, and {lacks}"
         return joined.line_question(CAUSE, title, gpu, loss, evidence, lacks)
-    title = f"The GPU waited {{lost}} for the host, {of_the_time(lost, gpu)}: mostly the thread {DID[first]}"
+    title = f"The GPU waited {{lost}} for the host, {of_the_time(lost, gpu)}: for most of it, the thread {DID[first]}"
     cure = [_of_part(CURES[line], by_line[line] / lost) for line in lines[:3]]
     return joined.line_finding(CAUSE, title, gpu, loss, evidence=evidence, cure=cure)
 

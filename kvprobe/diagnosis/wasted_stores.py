@@ -1,8 +1,8 @@
 """Blocks are stored to CPU memory that has their bytes already, or overwritten there before they are loaded.
 
 Mechanism: every finished block is stored although few prefixes come back; the pool in CPU memory evicts them unread.
-Or whoever stores does not know what is there: the same blocks go to the same place at each step. The bytes took the
-link from loads, and memory bandwidth from the model.
+Or the program does not know what is already stored, and stores the same blocks at the same addresses in each step. The
+bytes took the link from loads, and memory bandwidth from the model.
 
 Signature: a device-to-host copy whose destination is written again, by a store of the same address and size, and no
 host-to-device copy read that address in between. At least 64 stores and 16 MB, a quarter of all that could be judged;
@@ -220,7 +220,7 @@ def _unread(joined: JoinedRecording, stores: Array) -> Finding | None:
                 share=1.0,
             ),
             Change("A larger pool in CPU memory, so that blocks stay until they are asked for"),
-            Change("Switch storing off where hardly anything is ever loaded", share=1.0),
+            Change("Switch storing off if almost nothing is ever loaded", share=1.0),
         ),
     )
 

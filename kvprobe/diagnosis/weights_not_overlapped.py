@@ -3,12 +3,12 @@
 Mechanism: offloaded weights are copied to the GPU on the compute stream, or just before they are needed, so each layer
 first waits for its bytes and then computes. With a prefetch of one layer the two run side by side.
 
-Signature: host-to-device copies that are weights, of which most of the time runs without a kernel of the same process
-beside it, while that process has kernels to hide them. What makes a copy a weight: the same source is loaded again and
+Signature: weights are copied from CPU to GPU, and for most of this time no kernel of the same process runs, although
+the process has kernels that could hide the copies. What makes a copy a weight: the same source is loaded again and
 again (a forward after a forward), not redundantly, and at least 1 MiB a round; or, where a recording has no addresses,
-ranges around the calls that say so (weight, param, layer, offload, prefetch, fsdp), a repeating sequence of sizes of at
-least 1 MiB, or copies of one such size that each follow a kernel which they could have run beside: they had been
-submitted before it ended. What was submitted later was not at hand, as far as the recording shows.
+ranges around the calls that say so (weight, param, layer, offload, prefetch, fsdp), a repeating sequence of sizes of
+at least 1 MiB, or copies of one such size that each follow a kernel which they could have run beside: they had been
+submitted before it ended. A copy that was submitted later was not at hand, as far as the recording shows.
 
 Where the device was not recorded, large loads on a stream with as many launches are seen, and not what computes
 meanwhile elsewhere: an open question where their bytes take a tenth of the time.
@@ -184,7 +184,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     rows, loss_ns = np.concatenate(chosen), np.concatenate(losses)
     return joined.device_finding(
         CAUSE,
-        "Weight copies that compute could have hidden cost {lost}",
+        "The GPU waited {lost} for weight copies that could have run while it computed",
         "certain" if reason.startswith("the same sources") else "likely",
         rows,
         loss_ns,

@@ -254,8 +254,8 @@ class Detector:
         state.window = None
         self.reason = (
             f"{window.blocked:,} calls on stream {seen.stream:#x} blocked with {state.depth:,} operations outstanding "
-            f"(its depth is {self.limits.depth:,}); the longest took {window.longest_ns / 1e3:.1f} µs, "
-            f"where one usually takes {self._baseline.ns / 1e3:.2f} µs"
+            f"(the queue holds {self.limits.depth:,}); the longest took {window.longest_ns / 1e3:.1f} µs "
+            f"instead of the usual {self._baseline.ns / 1e3:.2f} µs"
         )
         return Slowness.SATURATION
 

@@ -6,18 +6,19 @@ from collections.abc import Iterator
 
 from kvprobe.account import COPIES, HOST, LINE_TITLES, Account, GpuAccount, Line, ThreadAccount
 from kvprobe.reporting.streams import recorders_thread, submitters_thread, thread_title
-from kvprobe.reporting.units import duration, percent
+from kvprobe.reporting.units import duration, percent, rate
 from kvprobe.reporting.views import Bar, BarPart, Section, TableView, table
 
 __all__ = ["THREAD_TITLES", "account_lines", "account_section", "gpu_name"]
 
+ALIKE = 0.05  # of two rates: closer ones are one
 SHOWN = 0.0005  # of a window: less is left out of what a terminal prints, never of a table
 _ORDER = (Line.COMPUTING, *COPIES, *HOST, Line.NOTHING_TO_DO, Line.NOT_KNOWN)
 _LEAD = (
-    "Every instant of the serving window is in exactly one line, and the lines add up to it. What ran was recorded. "
-    "Where nothing ran, the line says what the thread did that submitted the next operation."
+    "Every moment of the serving window belongs to exactly one line, so the lines add up to the window. Where the GPU "
+    "ran nothing, the line says what the CPU thread that submitted the next operation was doing."
 )
-_BLIND = "What the GPU did was not recorded; the table says what the threads did that submit to it."
+_BLIND = "The recording does not show what the GPU did. The table shows what the threads that submit to it did."
 
 
 def gpu_name(account: Account, gpu: GpuAccount) -> str:
@@ -34,9 +35,19 @@ def _lines(gpu: GpuAccount) -> Iterator[tuple[str, int, float]]:
     """Title, ns and share of each line that has any time, what is not known by its reasons."""
     for line in _ORDER[:-1]:
         if ns := gpu.ns(line):
-            yield LINE_TITLES[line], ns, ns / gpu.window_ns
+            yield LINE_TITLES[line] + _link(gpu, line), ns, ns / gpu.window_ns
     for reason, ns in gpu.unknown_ns().items():
         yield f"not known: {reason.text}", ns, ns / gpu.window_ns
+
+
+def _link(gpu: GpuAccount, line: Line) -> str:
+    """The rate that copies are compared with, where the line goes by it; both where the directions differ."""
+    to_gpu, from_gpu = gpu.link_bytes_per_s
+    if line not in (Line.AT_LINK_RATE, Line.BELOW_LINK_RATE) or not (to_gpu or from_gpu):
+        return ""
+    if to_gpu and from_gpu and abs(to_gpu - from_gpu) > ALIKE * max(to_gpu, from_gpu):
+        return f" ({rate(to_gpu)} to the GPU, {rate(from_gpu)} from it)"
+    return f" ({rate(max(to_gpu, from_gpu))})"
 
 
 def account_lines(account: Account) -> list[str]:
@@ -44,7 +55,7 @@ def account_lines(account: Account) -> list[str]:
     out = []
     for gpu in account.gpus:
         if not gpu.seen:
-            out.append(f"{gpu_name(account, gpu)}: what its GPU did was not recorded")
+            out.append(f"{gpu_name(account, gpu)}: the recording does not show what its GPU did")
             continue
         out.append(f"{gpu_name(account, gpu)}, {duration(gpu.window_ns)} of serving")
         shown = [one for one in _lines(gpu) if one[2] >= SHOWN]
@@ -58,14 +69,14 @@ def account_lines(account: Account) -> list[str]:
 
 THREAD_TITLES = {
     Line.FULL_QUEUE: "blocked by a full queue",
-    Line.WAITING_FOR_DEVICE: "waiting for the device",
+    Line.WAITING_FOR_DEVICE: "waiting for the GPU",
     Line.ALLOCATING: "allocating, pinning or freeing",
     Line.PAGEABLE: "copying pageable memory",
     Line.SUBMITTING: "submitting",
     Line.PYTHON: "in Python",
     Line.NO_CPU: "without a CPU",
-    Line.TIER: "reading or writing below CPU memory",
-    Line.ELSEWHERE: "elsewhere",
+    Line.TIER: "reading or writing files or sockets",
+    Line.ELSEWHERE: "in other CUDA calls",
     Line.NOTHING_TO_DO: "nothing to do",
 }
 
@@ -123,7 +134,7 @@ def _thread_bar(thread: ThreadAccount) -> Bar:
             )
         at += share
     name = f"thread {thread.thread}" + (f" ({thread_title(thread.name)})" if thread.name else "")
-    return Bar(name, f"{duration(thread.window_ns)} of serving; what the GPU did was not recorded", parts)
+    return Bar(name, f"{duration(thread.window_ns)} of serving; the recording does not show what the GPU did", parts)
 
 
 def _gpus(account: Account) -> TableView:
@@ -154,7 +165,7 @@ def _threads(account: Account) -> TableView:
     titles = [THREAD_TITLES[line][:1].upper() + THREAD_TITLES[line][1:] for line in columns]
     return table(
         "What the submitting threads did",
-        ["Thread", "Process", *titles, "Device computing during its waits"],
+        ["Thread", "Process", *titles, "GPU computing during its waits"],
         rows,
-        "Shares of each thread's own serving window; outside of CUDA calls a thread is in Python or elsewhere.",
+        "Each figure is a share of the thread's own serving window. Time outside of CUDA calls is counted as Python.",
     )

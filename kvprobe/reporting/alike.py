@@ -67,13 +67,13 @@ def unlike(before: Recording, after: Recording) -> list[str]:
     out = []
     formats = [sorted({one.format for one in recording.source}) for recording in (before, after)]
     if formats[0] != formats[1]:
-        out.append(f"they were made by different recorders ({' and '.join(', '.join(one) for one in formats)})")
+        out.append(f"different recorders made the recordings ({' and '.join(', '.join(one) for one in formats)})")
     work = [_work(recording) for recording in (before, after)]
     if all(work):
         total = [sum(one.values()) for one in work]
         shared = sum(min(work[0][key] / total[0], work[1][key] / total[1]) for key in work[0])
         if shared < SAME_WORK:
-            out.append(f"they are not of the same work: {percent(shared)} of their operations are alike")
+            out.append(f"the recordings are of different work: they share {percent(shared)} of their operations")
     return out
 
 

@@ -31,8 +31,8 @@ Array = npt.NDArray[Any]
 
 BINS = 2400  # of a timeline: five to the pixel column of a phone, two to the column of a wide screen
 HOW_BINNED = (
-    "Each step is the longest call in its slice of time, and the shade reaches down to the shortest; nothing is "
-    "averaged."
+    "Each step of the line is the longest call in its slice of time. The shaded area reaches down to the shortest "
+    "call. Nothing is averaged."
 )
 TABLE_ROWS = 24
 _TEXT = {"ns": duration, "bytes": bytes_text, "rate": rate, "share": percent}

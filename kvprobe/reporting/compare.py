@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvprobe.diagnosis.finding import Finding
 
 __all__ = [
+    "VERDICTS",
     "FindingChange",
     "Shift",
     "SubmissionCost",
@@ -39,6 +40,7 @@ Array = npt.NDArray[Any]
 BLOCKS = 40
 DRAWS = 400
 LEAST = 40  # calls on each side: below, a quantile says nothing
+VERDICTS = {"slower": "slower", "faster": "faster", "same": "", "unsure": "unsure"}  # beside the change itself
 NOTABLE = 0.05  # smaller changes are not called a change, however certain
 _COMPARED = (*SUBMITTING, CallKind.COPY_SYNC, CallKind.SYNC, CallKind.ALLOC)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvprobe.reporting import charts, recorded
 from kvprobe.reporting.alike import LineChange, account_table
-from kvprobe.reporting.compare import CallChange, FindingChange, interval
+from kvprobe.reporting.compare import VERDICTS, CallChange, FindingChange, Shift, interval
 from kvprobe.reporting.headline import Fact, PageHead
 from kvprobe.reporting.inputs import under
 from kvprobe.reporting.units import NONE, change_text, duration, percent
@@ -42,8 +42,8 @@ def sections(
         charts.section(
             "changes",
             "What changed",
-            "Time lost is compared as a share of the window, because recordings differ in length. A call is "
-            "faster or slower where the 95% interval of its change does not include 1 and the change is over 5%.",
+            "Lost time is compared as a share of the window, because recordings differ in length. A call counts as "
+            "faster or slower when it changed by more than 5% and the 95% interval of the change does not include 1.",
             [],
             [account_table(lines), _findings(changes), _calls(calls)],
         )
@@ -82,13 +82,19 @@ def _calls(calls: Sequence[CallChange]) -> Any:
                     figure,
                     (duration(moved.before), moved.before),
                     (duration(moved.after), moved.after),
-                    (change_text(moved.ratio) if moved.ratio else NONE, moved.ratio),
+                    (_change(moved), moved.ratio),
                     interval(moved),
-                    moved.verdict,
+                    VERDICTS[moved.verdict],
                 ]
             )
     columns = ["Call", "Figure", "Before", "After", "Change", "95% interval", "Verdict"]
-    return table("Host time of calls", columns, rows)
+    return table("Time inside each call, on the host", columns, rows)
+
+
+def _change(moved: Shift) -> str:
+    if moved.verdict == "same":
+        return "unchanged"
+    return change_text(moved.ratio) if moved.ratio else NONE
 
 
 def verdict(conclusion: Conclusion, changes: Sequence[FindingChange], calls: Sequence[CallChange]) -> PageHead:

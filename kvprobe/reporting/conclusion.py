@@ -21,7 +21,7 @@ State = Literal["better", "worse", "mixed", "same", "undecided"]
 
 OF_WEIGHT = 0.01  # of the time: what changed by less decides nothing
 OUTWEIGHED = 0.1  # of what changed the other way: what is less than that is not held against it
-ONE_EACH = "One recording of each does not tell how much two runs of the same program differ by chance."
+ONE_EACH = "With one recording of each, it is not known how much two runs of the same program differ by chance."
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def conclude(
     cons = _said(more) if worse and more else ""
     if better and worse:
         pros, cons = pros or _costs(cost), cons or _costs(cost)
-        both = f"{after} is better than {before} in one thing and worse in another"
+        both = f"{after} is better than {before} in one way and worse in another"
         return Conclusion("mixed", f"{both}: {pros}; but {cons}.", ONE_EACH)
     state: State = "better" if better else "worse"
     findings = pros or cons or "no finding changed by much"

@@ -107,8 +107,8 @@ def sections(recording: Recording, outcome: Mapping[str, Any]) -> list[Section]:
         charts.section(
             "demo",
             "Before and after",
-            "What a copy cost the model's thread. The two phases are compared by the time of each load() divided by "
-            "its copies, which means the same whoever submits them. Both phases serve the same number of requests.",
+            "How much time of the model's thread a copy took. The two phases are compared by the time of each load() "
+            "divided by its number of copies. Both phases serve the same number of requests.",
             [
                 _cost_chart(recording, outcome, spans, cost),
                 _histogram(outcome, load_costs(recording)),
@@ -143,7 +143,7 @@ def _cost_chart(
     ]
     for time_ns, one in zip(decisions["time_ns"][:2].tolist(), outcome["switch_log"][:2], strict=False):
         because = f" because {micro(one['reason'])}." if one["reason"] else "."
-        words.append(f"At {duration(time_ns - start)} kvprobe went from {one['before']} to {one['after']}{because}")
+        words.append(f"At {duration(time_ns - start)} kvprobe switched from {one['before']} to {one['after']}{because}")
     if outcome["switches"]:
         words.append(f"After the switch: {duration(auto['load_p50_ns'])} and {duration(auto['load_p99_ns'])}.")
     return charts.timeline(
@@ -250,7 +250,7 @@ def verdict(outcome: Mapping[str, Any], findings: Sequence[Finding] = ()) -> Pag
     for one in findings:
         if one.cause == CPU_STARVED and one.severity != "info" and not one.abstains:
             said = f"{one.title[:1].lower()}{one.title[1:].rstrip('.')}"
-            busy = f"The CPUs were busy with other work, which the times of both phases include: {said}."
+            busy = f"Other work kept the CPUs busy and made both phases slower: {said}."
             head.detail = f"{head.detail} {busy}".strip()
     return head
 
@@ -278,11 +278,11 @@ def _played(outcome: Mapping[str, Any]) -> PageHead:
     if outcome["redundant_bytes_avoided"]:
         facts.append(Fact("Redundant loads avoided", bytes_text(outcome["redundant_bytes_avoided"]), outcome["dedup"]))
     if outcome["bytes_verified"]:
-        facts.append(Fact("Verified", bytes_text(outcome["bytes_verified"]), "compared on both sides, all equal"))
-    if not outcome["switches"] and not (p99 and base and p99 > 3 * base):
-        headline = (
-            f"No saturation: submitting a copy took {duration(p99)} at p99, beside a baseline of {duration(base)}."
+        facts.append(
+            Fact("Verified", bytes_text(outcome["bytes_verified"]), "compared at source and destination, all equal")
         )
+    if not outcome["switches"] and not (p99 and base and p99 > 3 * base):
+        headline = f"No saturation: submitting a copy took {duration(p99)} at p99; usually it takes {duration(base)}."
         return PageHead("ok" if p99 else "unknown", headline, "", facts)
     times = f", {p99 / base:,.0f} times the usual {duration(base)}" if base else ""
     why = (

@@ -22,8 +22,9 @@ NEARLY_ALL = 0.99  # of the time: what follows cost little
 _RUNS = (
     "In the serving window. A burst is a series of copies that one thread submits to the stream without a pause. A run "
     "is a series of copies in a burst, each of which begins where the one before ends, at the source and at the "
-    'destination, so that one copy would do. "Merging saves" is what the calls saved in that way cost while the queue '
-    'has free slots; "Calls allow" is the rate at which calls of the median size and duration move bytes.'
+    'destination, so that one copy would be enough. "Merging saves" is the host time of the calls that merging would '
+    'save, while the queue has free slots. "Calls allow" is the rate at which calls of the median size and duration '
+    "move bytes."
 )
 _NO_PLACES = (
     "In the serving window. The recorder leaves out the addresses of copies, so it is not known which are neighbours: "

@@ -106,4 +106,4 @@ def _changes(recording: Recording, account: Account, uploads: ExpertUploads) -> 
     if uploads.slots:
         note += " More slots save at least as many uploads as the table says: uses that needed no copy are not seen."
     columns = ("Change", "Memory of the GPU", "Uploads saved", "Bytes saved", "Time saved", "Of the window")
-    return table("What would save uploads", columns, rows, note)
+    return table("What would reduce uploads", columns, rows, note)

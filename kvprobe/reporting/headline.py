@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvprobe.diagnosis.finding import ranked
 from kvprobe.diagnosis.verdict import of_recording as diagnosis_verdict
+from kvprobe.recordings.model import Direction
 from kvprobe.recordings.serving import recorded_span
 from kvprobe.reporting.units import count_text, duration, percent
 
@@ -18,7 +19,24 @@ if TYPE_CHECKING:
     from kvprobe.diagnosis.verdict import Verdict
     from kvprobe.recordings.model import Recording
 
-__all__ = ["Fact", "PageHead", "Part", "change_parts", "cure_parts", "of_recording", "saving_text"]
+__all__ = [
+    "Fact",
+    "PageHead",
+    "Part",
+    "call_text",
+    "change_parts",
+    "cure_parts",
+    "direction_text",
+    "of_recording",
+    "saving_text",
+    "terminal_lines",
+]
+
+DIRECTIONS = {
+    Direction.H2D: "CPU to GPU (H2D)",
+    Direction.D2H: "GPU to CPU (D2H)",
+    Direction.D2D: "GPU to GPU (D2D)",
+}
 
 WORDS = {
     "critical": "Critical",
@@ -120,9 +138,10 @@ def cure_parts(text: str) -> list[Part]:
 
 
 def saving_text(change: Change) -> str:
-    """What a change alone saves, as far as it was predicted: "saves 53.9 ms, predicted"; "" for another recording.
+    """What a change alone saves, as far as it was predicted: "predicted to save 53.9 ms"; "" for another recording.
 
-    What it spares the thread stands beside it where that is more: the host's own time, which the GPU did not wait for.
+    The thread time that it saves stands beside it where that is more: the host's own time, which the GPU did not wait
+    for.
     """
     if change.kind == "recording":
         return ""
@@ -131,11 +150,29 @@ def saving_text(change: Change) -> str:
     saved, spared = change.predicted_saving_ns, change.thread_saving_ns or 0
     if saved <= 0:
         if spared:
-            return f"spares its thread {duration(spared)}, predicted; the GPU does not wait for it"
-        return "saves nothing here, predicted"
+            return f"predicted to save {duration(spared)} of the thread's time; the GPU does not wait for this thread"
+        return "predicted to save nothing here"
     if spared > saved:
-        return f"saves {duration(saved)}, and spares its thread {duration(spared)}, predicted"
-    return f"saves {duration(saved)}, predicted"
+        return f"predicted to save {duration(saved)}, and {duration(spared)} of the thread's time"
+    return f"predicted to save {duration(saved)}"
+
+
+def terminal_lines(recording: Recording, finding: Finding) -> list[str]:
+    """The first finding for a terminal: its title, cause, the call that lost most, and the first change."""
+    out = [
+        f"{WORDS[finding.severity]}: {finding.title}",
+        f"  cause         {finding.cause} ({finding.confidence}); `kvprobe causes {finding.cause}` explains it",
+    ]
+    for call in finding.calls[:1]:
+        same = [one for one in finding.where if one.thread == call.thread]
+        stream = call.stream_name or (same[0].stream_name if same else "")
+        made = f", called at {call.line}" if call.line else ""
+        out.append(f"  worst call    {call.name}{call_text(call, direction_text(recording, call.row), stream)}{made}")
+    for first in finding.cure[:1]:
+        saving = saving_text(first)
+        at, saves = f", at {first.at}" if first.at else "", f" ({saving})" if saving else ""
+        out.append(f"  first change  {first.text}{at}{saves}")
+    return out
 
 
 def change_parts(change: Change) -> list[Part]:
@@ -220,9 +257,17 @@ def of_recording(
     if first.calls:
         same = [one for one in first.where if one.thread == first.calls[0].thread]
         stream = first.calls[0].stream_name or (same[0].stream_name if same else "")
-        out.call = _call(first.calls[0], stream, recorded_span(recording)[0])
-        out.call_row = first.calls[0].row
+        row = first.calls[0].row
+        direction = direction_text(recording, row)
+        out.call = _call(first.calls[0], stream, direction, recorded_span(recording)[0])
+        out.call_row = row
     return out
+
+
+def direction_text(recording: Recording, row: int) -> str:
+    """Which way a call copies: "CPU to GPU (H2D)"; "" of a call that copies nothing, or does not say."""
+    directions = recording.calls["direction"]
+    return DIRECTIONS.get(Direction(int(directions[row])), "") if 0 <= row < len(directions) else ""
 
 
 def _undecided(judged: Verdict, findings: Examination, facts: list[Fact]) -> PageHead:
@@ -265,15 +310,21 @@ def _facts_of(first: Finding) -> list[Fact]:
     return facts
 
 
-def _call(call: TracedCall, stream: str, origin_ns: int) -> list[Part]:
-    """The call that lost most: what it took, on which stream and thread, when, and who made it."""
+def call_text(call: TracedCall, direction: str, stream: str) -> str:
+    """What a call took, which way it copied, on which stream and by which thread: what follows its name."""
+    way = f", {direction}," if direction else ""
     where = f" on {stream}" if stream else ""
-    thread = f", by thread {call.thread}" if call.thread >= 0 else ""
+    thread = f" in thread {call.thread}" if call.thread >= 0 else ""
+    return f"{way} took {duration(call.dur_ns)}{where}{thread}"
+
+
+def _call(call: TracedCall, stream: str, direction: str, origin_ns: int) -> list[Part]:
+    """The call that lost most: what it took, on which stream and thread, when, and who made it."""
     at = f", {duration(call.start_ns - origin_ns)} after the recording began"
     parts = [
         Part("The call that lost most: "),
         Part(call.name, inline=True),
-        Part(f" took {duration(call.dur_ns)}{where}{thread}{at}"),
+        Part(call_text(call, direction, stream) + at),
     ]
     if call.line:
         parts += [Part(", called at "), Part(call.line, inline=True)]

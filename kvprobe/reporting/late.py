@@ -24,9 +24,9 @@ __all__ = [
 ]
 
 LEAD = (
-    "Each step counts from the end of the step before that shares a request with it, and is split by the lines of the "
-    "account. It is late when it took longer than three quarters of the steps like it (one phase, one power of two of "
-    "their size) by more than three times the distance between their first and third quarter."
+    "A step is timed from the end of the previous step with the same request. Its time is split into the lines of the "
+    "account. A step is late if it took much longer than similar steps, which have the same phase and about the same "
+    "size. Much longer means above the third quartile of these steps plus three times their interquartile range."
 )
 PHASE_COLUMNS = ("Phase", "Size", "Steps", "Median", "Late from", "Late", "Mostly")
 REQUEST_COLUMNS = ("Request", "First token", "Late tokens", "Longer by", "Mostly", "Late steps")
@@ -53,7 +53,7 @@ def _waits(name: str, one: Waits) -> str:
     parts = sorted(said["tail_ns"].items(), key=lambda item: -item[1])
     waited = [f"{duration(ns)} {_TITLES[key]}" for key, ns in parts if key != Line.COMPUTING.key and ns > 0][:2]
     text = f"{name}: p50 {duration(said['p50_ns'])}, p99 {duration(said['p99_ns'])}"
-    return f"{text}; from the p99 on, of each on average {', '.join(waited)}." if waited else f"{text}."
+    return f"{text}. On average, the slowest 1% include {' and '.join(waited)} each." if waited else f"{text}."
 
 
 def sentences(told: Requests) -> list[str]:
@@ -61,14 +61,14 @@ def sentences(told: Requests) -> list[str]:
     out = [_waits("Time between tokens", told.between_tokens), _waits("Time to first token", told.first_token)]
     if told.arrivals < told.requests:
         from_step = told.requests - told.arrivals
-        out[1] += f" {from_step:,} requests are counted from their first step: when they arrived was not recorded."
+        out[1] += f" For {from_step:,} requests, the arrival was not recorded: they are timed from their first step."
     if told.undecided:
-        return [*out, f"Undecided which steps were late: {told.undecided}."]
+        return [*out, f"It is undecided which steps were late: {told.undecided}."]
     late = f"{told.late_steps:,} of {told.steps:,} steps and {len(told.late_requests):,} of {told.requests:,} requests"
     out.append(f"Late: {late}.")
     rare = sum(one.usual.count for one in told.phases if one.undecided)
     if rare:
-        out.append(f"Undecided: {rare:,} steps, because too few are like them.")
+        out.append(f"Undecided: {rare:,} steps, because too few steps are similar to them.")
     return out
 
 

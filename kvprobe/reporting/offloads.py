@@ -10,8 +10,8 @@ __all__ = ["LEAD", "benefits_table"]
 
 LEAD = (
     "As counted by the servers' schedulers since they started. A store is wasted when its block was evicted or "
-    "overwritten before it was loaded; prefill saved is the tokens that came from the offload, at what this server "
-    "took to compute a token of a prompt. A dash means that the server does not tell it."
+    "overwritten before it was loaded. “Prefill saved” is the time in which this server would have computed the tokens "
+    "that came from the offload. A dash means that the server does not report the figure."
 )
 
 

@@ -244,7 +244,8 @@ def _startup(recording: Recording, window: ServingWindow) -> tuple[str, list[Cha
 
 _SERVED = "As measured by kvprobe's adapters; calls made inside another call of this table are counted with that call."
 _LLAMA_CPP = (
-    "Told by the program's name, from its CUDA calls alone. Copies from pageable memory hold their thread: --no-mmap "
+    "Recognised by the program's name, from its CUDA calls alone. Copies from pageable memory hold their thread: "
+    "--no-mmap "
     "pins llama.cpp's weights on the CPU, GGML_CUDA_NO_PINNED in its environment unpins its staging buffers."
 )
 _STACKS = "Stacks taken while a call was blocked, innermost frame first, longest waits at the top."
@@ -290,7 +291,7 @@ def _timeline(
         height=300,
         how=charts.how_drawn(lines)
         + (f" Zoomed in, the {len(exact):,} longest calls are drawn one by one as well." if exact is not None else "")
-        + (" Shaded: when the findings above lost their time." if spans else ""),
+        + (" The shaded times are those of the findings above." if spans else ""),
     )
     if exact is None:
         return chart
@@ -337,7 +338,7 @@ def _histogram(recording: Recording, found: Submissions) -> Chart | None:
         kind = recording.totals["kind"]
         for name, mask in _groups(kind):
             counts[name] = recording.histograms[mask].sum(axis=0)  # exact, single calls kept or not
-        how = "Counted while recording, in buckets of a quarter octave: exact also where single calls were not kept."
+        how = "Counted while recording, in a histogram: it includes calls that were not kept one by one."
         untimed = [name for name, one in counts.items() if not one.any()]
         if untimed:
             how += f" Counted, but not timed: {', '.join(untimed)}."
@@ -439,8 +440,8 @@ def _split(recording: Recording) -> Chart | None:
         )
     watched = int(rows["one_in"].max())
     how = (
-        f"Estimated: adapters at rest measure one transfer in {watched}, which counts for {watched} here; "
-        f"{rows.rows:,} were measured."
+        f"Estimated: the adapters measured one transfer in {watched} ({rows.rows:,} in all), and each counts "
+        f"{watched} times here."
         if watched > 1
         else ""
     )

@@ -118,9 +118,10 @@ def rows_chart(
         table("Threads and streams", columns, listed),
         "The taller a bar, the busier the thread or stream. "
         f"{count_text(len(items['t']))} calls and executions are drawn one by one when they are wide enough: the "
-        "longest, and those around the findings. Lines lead from a fence to what it waits for; an arrow leads to the "
-        "end of a blocked call from the operation that ended last before it returned. "
-        "Click a call to see its stack; the page's address keeps zoom and call. All calls: kvprobe export.",
+        "longest, and those around the findings. A line connects a stream's wait with the work that it waits for. An "
+        "arrow leads to the end of a blocked call, from the last operation that ended before the call returned. "
+        "Click a call to see its stack. The page's address keeps the zoom and the call. `kvprobe export` has all "
+        "calls.",
     )
 
 

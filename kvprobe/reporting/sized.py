@@ -13,8 +13,8 @@ from kvprobe.sizing import Point, Sizing
 __all__ = ["COLUMNS", "LEAD", "pool_name", "rows", "sentences", "size_charts", "size_table", "sizes_shown"]
 
 LEAD = (
-    "What pools of other sizes would have found of the same requests, empty at the beginning and giving up the least "
-    "recently used block first; from how far apart the uses of each block lie."
+    "This predicts what pools of other sizes would have found for the same requests. Each pool starts empty and evicts "
+    "the least recently used block first (LRU)."
 )
 COLUMNS = ("Blocks", "Size", "Hit share", "Loaded", "Stored", "Time saved", "")
 _SHOWN = 12  # sizes in a table
@@ -22,7 +22,7 @@ _SHOWN = 12  # sizes in a table
 
 def pool_name(one: Sizing) -> str:
     """Whose pool it is."""
-    return f"{one.server} {one.source}" if one.server else "memory that blocks were stored to and loaded from"
+    return f"{one.server} {one.source}" if one.server else "CPU memory that blocks were stored to and loaded from"
 
 
 def sizes_shown(one: Sizing) -> list[Point]:
@@ -86,50 +86,53 @@ def size_charts(found: Sequence[Sizing]) -> list[Chart | None]:
 
 def sentences(one: Sizing) -> list[str]:
     """What the figures say, in the order in which somebody asks."""
-    out = [f"Of {one.asked:,} blocks asked for {percent(one.hit_share)} were found."]
+    out = [f"Requests asked for {one.asked:,} blocks, and {percent(one.hit_share)} of them were found."]
     if one.followed < 1:
-        out[0] += f" Known from a sample of the blocks, {percent(one.followed)} of them."
+        out[0] += f" This is from a sample of {percent(one.followed)} of the blocks."
     if one.undecided:
-        out.append(f"Undecided which size it should have: {one.undecided}.")
+        out.append(f"It is undecided which size the pool should have: {one.undecided}.")
     elif one.advised is not None:
         out.append(_advice(one, one.advised))
     out.append(_misses(one))
     if one.unread_share is not None:
-        out.append(f"{percent(one.unread_share)} of what was stored was given up before anybody loaded it.")
+        out.append(f"{percent(one.unread_share)} of the stored blocks were evicted before they were loaded.")
     out += _paying(one)
     if one.tier_share is not None:
-        needs = f", where it delivers more than {rate(one.tier_bytes_per_s)}" if one.tier_bytes_per_s else ""
-        out.append(f"A tier of four times its size below it would find {percent(one.tier_share)} more{needs}.")
+        needs = f"; it must deliver more than {rate(one.tier_bytes_per_s)}" if one.tier_bytes_per_s else ""
+        out.append(f"A tier four times as large below the pool would find another {percent(one.tier_share)}{needs}.")
     return out
 
 
 def _advice(one: Sizing, point: Point) -> str:
     size = f" ({bytes_text(point.bytes)})" if point.bytes else ""
     if one.pays is False:
-        return "It does not pay at any size: a block takes longer to load than to compute."
-    said = f"{point.blocks:,} blocks{size} would find {percent(point.hit_share)}, and twice as many hardly more."
+        return "No size pays: loading a block takes longer than computing it."
+    said = (
+        f"{point.blocks:,} blocks{size} would find {percent(point.hit_share)}; twice as many blocks would find "
+        f"hardly more."
+    )
     if one.now is not None and not one.now.undecided and point.blocks < one.now.blocks:
-        said = f"It is larger than needed: {said}"
+        said = f"The pool is larger than needed: {said}"
     if point.saved_ns is not None and one.now is not None and one.now.saved_ns is not None:
-        said += f" That saves {duration(point.saved_ns)} of computing, now it is {duration(one.now.saved_ns)}."
+        said += f" That would save {duration(point.saved_ns)} of computing; now it is {duration(one.now.saved_ns)}."
     return said + (f" Set {one.option}." if one.option else "")
 
 
 def _misses(one: Sizing) -> str:
-    parts = [f"never seen before {percent(one.first_share)} (no size finds them)"]
+    parts = [f"{percent(one.first_share)} requested for the first time (a larger pool does not help)"]
     if one.too_small_share is not None:
-        parts.append(f"given up because the pool was full {percent(one.too_small_share)}")
+        parts.append(f"{percent(one.too_small_share)} evicted because the pool was full")
     if one.early_share:
-        parts.append(f"gone although a pool of this size had them {percent(one.early_share)} (thrown away, or not LRU)")
-    return f"Not found, of all asked for: {', '.join(parts)}."
+        parts.append(f"{percent(one.early_share)} evicted although an LRU pool of this size would still have them")
+    return f"Not found, as shares of all requested blocks: {', '.join(parts)}."
 
 
 def _paying(one: Sizing) -> list[str]:
     even = one.break_even_tokens
     if even is None or one.rates.saved_ns is None:
         lacks = "; ".join(one.rates.lacks) or "a block's size is not known"
-        return [f"From which length on loading beats computing cannot be told, because {lacks}."]
+        return [f"It is not known from which length on loading is faster than computing, because {lacks}."]
     if math.isinf(even):
         return ["Computing is faster than loading at every length."]
     each = f"; a block that is found saves {duration(one.rates.saved_ns)}" if one.pays else ""
-    return [f"Loading beats computing from {math.ceil(even):,} tokens on{each}."]
+    return [f"Loading is faster than computing from {math.ceil(even):,} tokens on{each}."]

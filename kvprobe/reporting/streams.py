@@ -299,11 +299,11 @@ def occupancy_charts(
         lines.append(Points(_queue_name(recording, one), times, level, steps=True))
     top = deepest[0]
     words.append(
-        f"Calls on {_queue_name(recording, top)} found up to {int(top.depth.max(initial=0)):,} others outstanding."
+        f"Calls on {_queue_name(recording, top)} began with up to {int(top.depth.max(initial=0)):,} others outstanding."
     )
     if len(deepest) > DRAWN:
         rest = max(int(one.depth.max(initial=0)) for one in deepest[DRAWN:])
-        words.append(f"{len(deepest) - DRAWN} more streams, whose calls found {rest:,} at most, are not drawn.")
+        words.append(f"{len(deepest) - DRAWN} more streams are not drawn: they had at most {rest:,} outstanding.")
     words.append(queues.reason[:1].upper() + queues.reason[1:] + ".")
     ceilings = {one.ceiling for one in deepest[:DRAWN] if one.ceiling > 0}
     known = recording.machine.get("queue_depth")
@@ -323,9 +323,9 @@ def occupancy_charts(
 
 DRAWN = 4  # streams drawn by themselves
 _HOW = {
-    "labels": "Counted from submissions and executions; calls that the recorder labels as blocked are taken as such.",
-    "plateau": "Counted from submissions and executions; that a queue is full is inferred from where its depth levels "
-    "off, what calls cost there, and when they return.",
+    "labels": "Counted from submissions and executions. The recorder labels the calls that were blocked.",
+    "plateau": "Counted from submissions and executions. A queue counts as full if its depth stops growing, calls at "
+    "this depth take longer, and they return when an operation ends.",
     "inferred": "Inferred from the ends of transfers or the pace of calls, because no device activity was recorded.",
 }
 
@@ -379,11 +379,11 @@ def _cliff(recording: Recording, found: Submissions, queues: Occupancy) -> Chart
         where = f"for the {int(queue.blocked.sum()):,} calls blocked"
         where += f" at {at}" if low >= 0 else " by it"
     else:
-        deep_ns, where = charts.quantiles(spent[bins >= keys[-1] * 0.95], 0.5)[0], "at the deepest"
+        deep_ns, where = charts.quantiles(spent[bins >= keys[-1] * 0.95], 0.5)[0], "at its deepest"
     name = _queue_name(recording, queue)
     summary = (
-        f"{name}: a call costs {duration(shallow_ns)} at the median while the queue is less than half as long as at "
-        f"its longest, and {duration(deep_ns)} {where}. A step means a full queue; a flat line means a healthy one."
+        f"{name}: the median call takes {duration(shallow_ns)} while the queue is at most half as deep as at its "
+        f"deepest, and {duration(deep_ns)} {where}. A step means a full queue; a flat line means a healthy one."
     )
     ceiling = [(float(queue.ceiling), f"full at {queue.ceiling:,}")] if queue.ceiling > 0 else []
     spec = {

@@ -355,7 +355,7 @@ def expert_sum(recording: Recording) -> SummaryTable:
 
 
 def expert_change_sum(recording: Recording) -> SummaryTable:
-    """What would save uploads of experts, and how much: never more than what was not computing."""
+    """What would reduce uploads of experts, and how much: never more than what was not computing."""
     found = expert_uploads(recording)
     rows = []
     account = account_of(Joined(recording)) if found else None
@@ -367,7 +367,7 @@ def expert_change_sum(recording: Recording) -> SummaryTable:
             rows.append([place, one.what, one.count, one.bytes, one.kept, one.kept_bytes, saved])
     columns = [("Process", "text"), ("Change", "text"), ("Count", "count"), ("Bytes held", "count")]
     columns += [("Uploads saved", "count"), ("Bytes saved", "count"), ("Time saved (ns)", "ns")]
-    return SummaryTable("expert_changes", "What would save uploads of experts", columns, rows)
+    return SummaryTable("expert_changes", "What would reduce uploads of experts", columns, rows)
 
 
 REPORTS: dict[str, Callable[[Recording], SummaryTable]] = {

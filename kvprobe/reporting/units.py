@@ -105,6 +105,8 @@ def ratio(before: float | None, after: float | None) -> str:
 
 def change_text(ratio: float) -> str:
     """A change as it is quoted everywhere: how many times lower or higher; `ratio` is after over before."""
+    if _three(max(ratio, 1 / ratio)) == "1.00":
+        return "unchanged"
     if ratio >= 1:
         return f"{_three(ratio)}{TIMES_SIGN} higher"
     return f"{_three(1 / ratio)}{TIMES_SIGN} lower"

@@ -1,4 +1,4 @@
-"""Which requests were late, and what made them so: steps of a server, split by the lines of the account."""
+"""Which requests were late, and what made them so: steps of a server, split into the lines of the account."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class PhaseTimes:
     @property
     def undecided(self) -> str:
         """Why none of them is called late; "" where some may be."""
-        return "" if self.usual.count >= LEAST else f"fewer than {LEAST} steps are like these"
+        return "" if self.usual.count >= LEAST else f"fewer than {LEAST} similar steps were recorded"
 
     def to_json(self) -> PhaseJson:
         """Plain values."""

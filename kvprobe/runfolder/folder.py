@@ -12,7 +12,7 @@
 | `events-<pid>.jsonl` | what adapters and the interposer saw and decided (`Event`) | adapters, interposer |
 | `steps-<pid>.jsonl`, `told-<pid>.jsonl` | steps and requests (`StepLine`) | that process, observer |
 | `steps.sock` | where other programs tell theirs: see `kvprobe/instrument/step_socket.py` | the observer |
-| `tiers-<pid>.jsonl` | a line for each place that it read or wrote below CPU memory (`Place`) | interposer |
+| `tiers-<pid>.jsonl` | a line for each place that it read or wrote files or sockets (`Place`) | interposer |
 | `queue-<pid>.json` | depth and channels as calibrated (`Queue`) | calibration |
 | `<pid>-<t>.kvp`, `engine-*.kvp` | every call: see `native/src/kvp.h` | interposer, engine |
 | `ended.pack` | such files of short processes that have ended: see `packed.py` | the observer |

@@ -58,9 +58,9 @@ class Curve:
     def undecided(self, blocks: int) -> str:
         """Why this recording does not tell what a pool of so many blocks finds; "" where it does."""
         if self.again < MANY:
-            return f"only {self.again:,} blocks were asked for again: record for longer"
+            return f"only {self.again:,} blocks were requested more than once: record for longer"
         if blocks > self.distinct:
-            return f"only {self.distinct:,} different blocks were asked for, which such a pool never fills"
+            return f"only {self.distinct:,} different blocks were requested, which do not fill such a pool"
         return ""
 
     def sizes(self, *more: int) -> list[int]:

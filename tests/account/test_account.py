@@ -250,7 +250,7 @@ def test_a_program_that_computes_is_healthy_and_says_what_its_gpu_did():
     inside_the_gpu(recording)
     found = examine(recording)
     verdict = of_recording(recording, found)
-    assert verdict.state == "healthy" and "computed 100%" in verdict.reason
+    assert verdict.state == "healthy" and "computed for 100%" in verdict.reason
 
 
 def test_loads_that_nobody_fetched_ahead_are_named_with_their_share():

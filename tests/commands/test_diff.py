@@ -40,10 +40,10 @@ def test_a_finding_that_went_is_gone_and_one_that_came_is_new(kvprobe, export: P
     code, out, _ = kvprobe("diff", export, healthy)
     assert code == 0
     said = " ".join(out.split())
-    assert said.startswith("Not alike: they are not of the same work: ")
+    assert said.startswith("Careful: the recordings are of different work: ")
     assert "mfu_2gpu_before.sqlite is better than small.sqlite: “3,002 loads are not ordered" in said
     assert "is gone (results at stake, " in said
-    assert said.index("is better than") < said.index("Findings, and the time that each lost")
+    assert said.index("is better than") < said.index("Findings, and the time that each cost")
 
 
 def test_usual_costs_that_rose_make_a_recording_worse(kvprobe, shared_data: Path) -> None:
@@ -96,7 +96,7 @@ def test_before_and_after_are_one_page_each_under_its_name(kvprobe, export: Path
     assert out.rstrip().endswith(str(page))
     html = page.read_text()
     assert f"<h1>{export} is neither better nor worse than {export}: no finding changed by much" in html
-    for words in (f"Before, {export}: Over time", f"After, {export}: Over time", "Host time of calls"):
+    for words in (f"Before, {export}: Over time", f"After, {export}: Over time", "Time inside each call, on the host"):
         assert words in html
     assert html.count('id="before-rows"') == html.count('id="after-rows"') == 1
     assert kvprobe("diff", export, export, "-o", tmp_path / "no" / "diff.html")[0] == 2

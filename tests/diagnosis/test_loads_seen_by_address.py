@@ -45,7 +45,7 @@ def test_requests_that_load_one_prefix_before_the_host_has_waited_load_it_again(
     found = finding(waves(), "redundant_loads")
     assert found.lost_ns == 8 * 5 * 40 * 3_000, "what the calls took their caller, where the link is not known"
     assert found.lost_on == "host" and found.confidence == "likely"
-    assert any(one.text.startswith("1,600 of them came before the host had waited") for one in found.evidence)
+    assert any(one.text.startswith("1,600 of them were submitted before the host had waited") for one in found.evidence)
     known = finding(waves(), "redundant_loads", link_bytes_per_s=55e9)
     assert known.lost_ns == pytest.approx(1_600 * SIZE / 55e9 * 1e9, rel=0.01)
 

@@ -280,7 +280,7 @@ def test_launches_that_were_only_counted_are_not_said_to_be_missing(runtime):
     columns = {"process": [0], "stream": [0], "kind": [CallKind.LAUNCH], "calls": [1_000]}
     recording.tables["totals"] = Table("totals", columns)
     lacks, _ = of_recording(recording, examine(recording)).missing
-    assert lacks.what.startswith("of 1,000 submissions it holds 8 one by one")
+    assert lacks.what.startswith("it has the details of only 8 of 1,000 submissions")
     assert "--detail launches" in lacks.how
 
 

@@ -76,7 +76,7 @@ def noted(folder: Path) -> str:
 
 def prepared(folder: Path) -> tuple[int, int, int]:
     """Buffers that were prepared, asked for and given up."""
-    pattern = r"(\d+) pinned buffers of \S+ GB were prepared .*; (\d+) of \S+ GB were asked for, (\d+) of"
+    pattern = r"(\d+) pinned buffers of \S+ GB were prepared .*; the program used (\d+) of them .*, and (\d+) \("
     found = re.search(pattern, noted(folder))
     return (int(found[1]), int(found[2]), int(found[3])) if found else (0, 0, 0)
 
@@ -102,7 +102,7 @@ def test_the_first_sleep_makes_nothing(program: Callable[[str], Path], libraries
     assert seen == "0 wrong\n"
     assert most <= MODEL + SAMPLE
     assert prepared(tmp_path) == (6, 6, 0)
-    assert re.search(r"\b6 pinned buffers of [\d.]+ GB had their pages made", noted(tmp_path))
+    assert re.search(r"\b6 pinned buffers of [\d.]+ GB, up to \d+ threads made the pages", noted(tmp_path))
     to_cpu, to_gpu = sleep_tables(open_recording([tmp_path]), 0)
     assert to_cpu and "6 pinned buffers of 0.020 GB were prepared for a sleep" in to_cpu.note
     assert to_gpu and "prepared" not in to_gpu.note

@@ -159,7 +159,7 @@ def test_how_calls_are_drawn_is_said_of_the_calls_that_there_are() -> None:
     charts = {rows: over_time(calls_alone(rows)).charts for rows in (100, 3000)}
     said = {rows: next(one.how for one in all_ if one.id == "submissions") for rows, all_ in charts.items()}
     assert said[100] == "Every call is drawn by itself."
-    assert said[3000].startswith("Each step is the longest call in its slice")
+    assert said[3000].startswith("Each step of the line is the longest call in its slice")
 
 
 def test_the_process_that_a_chart_names_is_drawn_however_many_there_are() -> None:
@@ -223,6 +223,6 @@ def test_the_words_and_the_line_of_outstanding_submissions_agree(shared_data: Pa
     recording = open_recording(shared_data / "nsys-ai/h100_2gpu_1s.sqlite")
     charts = {chart.id: chart for one in view(recording, examination(recording)).sections for chart in one.charts}
     chart = charts["occupancy"]
-    assert "found up to 1,141 others outstanding." in chart.summary
+    assert "began with up to 1,141 others outstanding." in chart.summary
     assert max(max(filter(None, line["hi"])) for line in chart.spec["series"]) == 1_142
     assert chart.how.endswith("A call counts as outstanding from the moment it is entered.")

@@ -44,7 +44,7 @@ def test_a_page_sets_what_submissions_cost_below_the_headline() -> None:
     head = verdict(one, [], [])
     assert head.headline == "b is better than a: “200 copies blocked” is gone (it lost 47% of the time, certain)."
     assert head.detail.startswith("A typical submission is 1.50 times slower")
-    assert "One recording of each" in head.detail
+    assert "With one recording of each" in head.detail
     alone = said(at=cost(1.5, "slower", 0.1))
     assert verdict(alone, [], []).headline == alone.sentence
 

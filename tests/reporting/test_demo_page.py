@@ -75,7 +75,7 @@ def test_busy_cpus_are_said_beside_the_verdict() -> None:
     said = demo.verdict(figures, [starved])
     assert said.headline == demo.verdict(figures).headline
     assert said.detail.endswith(
-        "of both phases include: threads that submit waited 3.3 s for a CPU between their calls."
+        "and made both phases slower: threads that submit waited 3.3 s for a CPU between their calls."
     )
     quick = {**figures["auto"], "submit_p99_ns": 1300.0}
     calm = {**figures, "shared": quick, "switches": 0, "switch_log": []}

@@ -233,7 +233,7 @@ def test_a_recording_without_steps_is_undecided(tmp_path, capsys):
         recording.tables[kind] = Table(kind)
     write(recording, tmp_path / "none")
     assert cli.main(["requests", str(tmp_path / "none")]) == 1
-    assert "Undecided: the recording tells no steps" in capsys.readouterr().out
+    assert "Undecided: the recording shows no steps" in capsys.readouterr().out
 
 
 def with_copy(recording: Recording, begin: float, end: float, waits: bool) -> Recording:

@@ -10,7 +10,7 @@
  *   then; cudaMemcpy waits for the device, too. Behind work "the driver may synchronize with the stream", or take the
  *   source at once, and somebody may count on a call that returns while that work waits for what its caller does next.
  *   So it is looked at first: once a call of the size has returned before the work in front of it was over, such copies
- *   go as they are for good. Where each of the first ones waited (WATCHED_BEHIND), staged ones wait, too, but not for
+ *   are never staged again. Where each of the first ones waited (WATCHED_BEHIND), staged ones wait, too, but not for
  *   longer than STAGING_MOST_WAIT_NS. No longer is waited for the device anywhere where the program's call might
  * return: a stream without work may share its channel with one that waits for this caller. Then the copy goes as it is.
  * - Device to host: all bytes have arrived when the call returns, whatever was in front of it.
@@ -149,11 +149,11 @@ void kvp_cures_close(void) {
     char text[2][160] = {"", ""}, left[160] = "";
     if (behind + beside)
         snprintf(left, sizeof left,
-                 "; as they are went %llu loads behind work in their stream, %llu copies beside another", behind,
-                 beside);
+                 "; not staged: %llu loads with work before them in their stream, %llu copies beside another one",
+                 behind, beside);
     for (int store = 0; store < 2; store++)
         if (cure.copies[store])
-            snprintf(text[store], sizeof text[store], "%s%llu %s of %.3f GB in about %.3f s, %.3f s as they were",
+            snprintf(text[store], sizeof text[store], "%s%llu %s of %.3f GB in about %.3f s (%.3f s if not staged)",
                      store && cure.copies[0] ? "; " : "", (unsigned long long)cure.copies[store],
                      store ? "stores" : "loads", (double)cure.bytes[store] / 1e9, cure.ns[store][KVP_CURED] / 1e9,
                      cure.ns[store][KVP_AS_IT_IS] / 1e9);
@@ -174,7 +174,7 @@ static int open_driver(void) {
     KVP_STAGING_CALLS(X)
 #undef X
     if (!missing) return 1;
-    kvp_decision(folder, "refuse", NULL, NULL, 0, "this driver has no %s, CUDA 12 has: copies go as they are", missing);
+    kvp_decision(folder, "refuse", NULL, NULL, 0, "this driver lacks %s of CUDA 12: copies are not staged", missing);
     return -1;
 }
 
@@ -188,12 +188,12 @@ static void refuse(const char *why, size_t bytes, int error) {
     cure.failed = 1;
     kvp_watch.cures = 0;
     if (error)
-        kvp_decision(folder, "refuse", NULL, NULL, 0, "%s (%zu bytes, error %d): copies go as they are", why, bytes,
+        kvp_decision(folder, "refuse", NULL, NULL, 0, "%s (%zu bytes, error %d): copies are not staged", why, bytes,
                      error);
     else if (bytes)
-        kvp_decision(folder, "refuse", NULL, NULL, 0, "%s (%zu bytes): copies go as they are", why, bytes);
+        kvp_decision(folder, "refuse", NULL, NULL, 0, "%s (%zu bytes): copies are not staged", why, bytes);
     else
-        kvp_decision(folder, "refuse", NULL, NULL, 0, "%s: copies go as they are", why);
+        kvp_decision(folder, "refuse", NULL, NULL, 0, "%s: copies are not staged", why);
 }
 
 typedef struct {
@@ -387,9 +387,9 @@ static void tell(enum kvp_verdict verdict, const kvp_account *account, int to_de
         snprintf(sizes, sizeof sizes, "from %.0f KiB, below %.0f", from_kib, 2 * from_kib);
     else
         snprintf(sizes, sizeof sizes, "from %u MiB%s", LARGE >> 20,
-                 class == FRESH_CLASS ? " into memory without pages yet" : "");
+                 class == FRESH_CLASS ? " into memory that has no pages yet" : "");
     kvp_decision(folder, what[verdict], kept ? "as it is" : "staged", kept ? "staged" : "as it is",
-                 kvp_account_gain(account), "pageable %s %s: %.1f GB/s as it is, %.1f staged",
+                 kvp_account_gain(account), "pageable %s %s: %.1f GB/s without staging, %.1f GB/s staged",
                  to_device ? "loads" : "stores", sizes, 1 / kvp_account_cost(account, KVP_AS_IT_IS),
                  1 / kvp_account_cost(account, KVP_CURED));
 }

@@ -233,7 +233,7 @@ static void *prepare(void *unused) {
         if (!atomic_load(&ended) && state.given_up_bytes > VAIN_BYTES + IN_VAIN * state.used_bytes) {
             no_more();
             kvp_decision(folder, "rollback", "prepared", "as it is", 0,
-                         "%.3f GB of pinned memory were prepared for a sleep and not asked for",
+                         "%.3f GB of pinned memory were prepared for a sleep, but the program did not use them",
                          (double)state.given_up_bytes / 1e9);
         }
     }
@@ -296,8 +296,8 @@ void kvp_prepare_close(void) {
     if (!state.prepared || state.told_end++) return;
     kvp_decision(
         folder, "note", NULL, NULL, 0,
-        "%u pinned buffers of %.3f GB were prepared for a sleep in %.3f s; %u of %.3f GB were asked for, %u of "
-        "%.3f GB given up",
+        "%u pinned buffers of %.3f GB were prepared for a sleep in %.3f s; the program used %u of them (%.3f GB), and "
+        "%u (%.3f GB) were freed again",
         state.prepared, (double)state.prepared_bytes / 1e9, (double)state.took_ns / 1e9, state.used,
         (double)state.used_bytes / 1e9, state.given_up, (double)state.given_up_bytes / 1e9);
 }
@@ -380,7 +380,7 @@ void kvp_prepare_taken(void *memory) {
     pthread_mutex_unlock(&state.lock);
     if (tell)
         kvp_decision(folder, "keep", "as it is", "prepared", 0,
-                     "%llu bytes of pinned memory that a sleep asked for were there before it did",
+                     "%llu bytes of pinned memory were ready before the sleep asked for them",
                      (unsigned long long)bytes);
 }
 

@@ -147,8 +147,8 @@ void kvp_recycle_close(void) {
         state.made_bytes ? (double)c->reused_bytes * (double)state.made_ns / (double)state.made_bytes : 0;
     kvp_decision(
         folder, "note", NULL, NULL, 0,
-        "%llu pinned buffers were handed out again, %.3f GB in %.6f s, %.3f s as it was; most held %.0f MiB of "
-        "%.0f allowed; let go %llu for newer ones, %llu under pressure",
+        "%llu pinned buffers were handed out again: %.3f GB in %.6f s instead of about %.3f s; kvprobe kept at most "
+        "%.0f MiB of the %.0f MiB allowed, and freed %llu buffers for newer ones and %llu when memory was short",
         (unsigned long long)c->reused, (double)c->reused_bytes / 1e9, (double)state.taken_ns / 1e9, as_it_was / 1e9,
         (double)c->most_bytes / (1 << 20), (double)kept.budget_bytes / (1 << 20), (unsigned long long)c->given_up,
         (unsigned long long)c->pressed);
@@ -192,7 +192,8 @@ static int find_driver(void) {
         atexit(before_exit);
     } else {
         end(KVP_KEEPS | KVP_POPULATES);
-        kvp_decision(folder, "refuse", NULL, NULL, 0, "this driver lacks functions of CUDA 12: pinned memory is freed");
+        kvp_decision(folder, "refuse", NULL, NULL, 0,
+                     "this driver lacks functions of CUDA 12: freed pinned memory is not kept");
     }
     return state.able > 0;
 }
@@ -295,7 +296,7 @@ int kvp_recycle_take(void **pointer, size_t bytes, unsigned flags, any_fn *alloc
         pthread_mutex_unlock(&state.lock);
         if (tell)
             kvp_decision(folder, "keep", "as it is", "recycled", gain,
-                         "pinned memory that is freed is handed out again: %zu bytes in %.1f us", bytes,
+                         "freed pinned memory is kept and handed out again: %zu bytes in %.1f us", bytes,
                          (double)(kvp_clock() - since) / 1e3);
     } else if (key) {
         kvp_kept_press(&kept, bytes);
@@ -342,7 +343,7 @@ static void look_whether_it_pays(uint64_t bytes) {
     end(KVP_KEEPS);
     kvp_kept_trim(&kept, 0);
     kvp_decision(folder, "rollback", "recycled", "as it is", 0,
-                 "%.3f GB of pinned memory were kept, and none was asked for again", (double)state.come_bytes / 1e9);
+                 "%.3f GB of freed pinned memory were kept, but none was needed again", (double)state.come_bytes / 1e9);
 }
 
 /* 1: it is kept. */
