@@ -11,7 +11,6 @@ after it, and how much more that is than without marks and than unwatched: the m
 from __future__ import annotations
 
 import argparse
-import ctypes as ct
 import json
 import os
 import statistics
@@ -23,34 +22,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "corpus"), str(ROOT)]
 
-from device import H2D, Device, now, p, z  # noqa: E402
+from copy_loop import loop_of  # noqa: E402
+from device import H2D, Device, now  # noqa: E402
 
 WAYS = ("unwatched", "off", "auto")
 LAYERS, KERNEL_NS, COPIES = 32, 8_000, 256
-SOURCE = """
-#include <stddef.h>
-typedef int copy_fn(void *dst, const void *src, size_t bytes, int kind, void *stream);
-void copies(copy_fn *copy, char *device, const char *host, size_t bytes, size_t count, void *stream) {
-    for (size_t i = 0; i < count; i++) copy(device, host, bytes, 1, stream);
-}
-"""
-
-
-def compiled() -> ct.CDLL:
-    """A loop of copies as fast as C calls."""
-    with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder) / "copies.c", Path(folder) / "copies.so"
-        source.write_text(SOURCE)
-        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, source], check=True)
-        return ct.CDLL(str(library))
 
 
 def work(seconds: float) -> dict[str, list[float]]:
     """Mean ns of a step and of a copy, by whole seconds since the first of them began."""
     d = Device(64 << 20)
-    loop = compiled().copies
-    loop.argtypes = [p, p, p, z, z, p]
-    copy = ct.cast(d.lib.cudaMemcpyAsync, p)
+    copies = loop_of(d, 4096, 1)
     size = 64 << 10
     spent: dict[str, dict[int, list[int]]] = {"step": {}, "copy": {}}
     began = now()
@@ -65,7 +47,7 @@ def work(seconds: float) -> dict[str, list[float]]:
         spent["step"].setdefault(second, []).append(now() - at)
         for _ in range(4):
             begin = now()
-            loop(copy, d.device, d.host, 4096, COPIES, d.copies[1])
+            copies(COPIES, d.copies[1])
             spent["copy"].setdefault(second, []).append((now() - begin) // COPIES)
             d.sync(d.copies[1])
     return {name: [statistics.fmean(some) for _, some in sorted(by.items())] for name, by in spent.items()}

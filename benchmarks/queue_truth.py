@@ -27,7 +27,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "corpus"), str(ROOT)]
 
-from device import H2D, Device, now, p, z  # noqa: E402
+from copy_loop import loop_of  # noqa: E402
+from device import H2D, Device, now  # noqa: E402
 
 from kvprobe.cuda.hostruntime import HostStats  # noqa: E402
 
@@ -47,39 +48,16 @@ def program(full: bool) -> Callable[[Callable[[Device], None]], Callable[[Device
     return register
 
 
-LIBRARY: list[ct.CDLL] = []
 TRUTH = {"outstanding": 0}  # at most, where a program waited for its stream
-LOOP = """
-#include <stddef.h>
-typedef int copy_fn(void *dst, const void *src, size_t bytes, int kind, void *stream);
-void loop(copy_fn *copy, char *device, const char *host, size_t bytes, size_t blocks, size_t count, void *stream) {
-    for (size_t i = 0; i < count; i++) {
-        size_t at = i * 7919 % blocks * bytes; /* scattered, as a server's blocks are */
-        copy(device + at, host + at, bytes, 1, stream);
-    }
-}
-"""
-
-
-def compiled() -> ct.CDLL:
-    """A loop of copies as fast as C calls, through what the process finds as cudaMemcpyAsync."""
-    with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder) / "loop.c", Path(folder) / "loop.so"
-        source.write_text(LOOP)
-        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", library, source], check=True)
-        return ct.CDLL(str(library))
 
 
 def loads(d: Device, count: int, size: int = 16 * KiB, wait: bool = False) -> None:
     """Copies in a row; `wait`: for their end, which tells how many were outstanding."""
-    loop = LIBRARY[0].loop
-    loop.argtypes = [p, p, p, z, z, z, p]
-    copy = ct.cast(d.lib.cudaMemcpyAsync, p)
-    blocks = d.size // size - 1
+    loop = loop_of(d, size, d.size // size - 1)
     last = min(count, 512)
-    loop(copy, d.device, d.host, size, blocks, count - last, d.copies[0])
+    loop(count - last, d.copies[0])
     begin = now()
-    loop(copy, d.device, d.host, size, blocks, last, d.copies[0])
+    loop(last, d.copies[0])
     pace = (now() - begin) / last
     if wait:
         TRUTH["outstanding"] = max(TRUTH["outstanding"], round(d.sync(d.copies[0]) / pace))
@@ -252,7 +230,7 @@ def main() -> int:
     given = parser.parse_args()
     if given.program:
         device = Device(64 << 20)
-        LIBRARY.append(compiled())
+        loop_of(device, 1, 1)  # compiled beforehand
         PROGRAMS[given.program][0](device)
         device.synchronize()
         if not device.gpu:

@@ -7,6 +7,7 @@ same batch the one tells it that writes SGLang's log.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from types import ModuleType
@@ -61,7 +62,7 @@ class Steps(Adapter):
         result = call()
         if not again and self.tells(scheduler):
             at_ns = _first_ns(req.time_stats)
-            step_log.mark_request(req.rid, "arrived", at_ns)
+            step_log.mark_request(req.rid, "arrived", at_ns, _trace(req.time_stats))
         return result
 
     def stepped(self, began_ns: int, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -115,6 +116,17 @@ def _emitted(before: int | None, now: int) -> int:
 def _over(request: Any, tokens: int) -> bool:
     """Whether it has ended, and had not got more tokens by then: else a later step ends it."""
     return request.finished_reason is not None and len(request.output_ids) == tokens
+
+
+def _trace(times: Any) -> str:
+    """The traceparent of SGLang's own span of a request; "" without `--enable-trace`."""
+    traced = getattr(times, "trace_ctx", None)
+    propagate = sys.modules.get("opentelemetry.propagate")
+    if propagate is None or not getattr(traced, "tracing_enable", False):  # SGLang's null object answers anything
+        return ""
+    carrier: dict[str, str] = {}
+    propagate.inject(carrier, traced.root_span_context)  # type: ignore[union-attr]
+    return carrier.get("traceparent", "")
 
 
 def _first_ns(stats: Any) -> int:

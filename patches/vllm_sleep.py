@@ -5,7 +5,8 @@ copies it by `cudaMemcpy`, and unmaps it; `wake_up` maps and copies back, and le
 weights, level 2 throws them away and keeps the model's buffers, copied by `Tensor.cpu()`.
 
 Under `fix="auto"` the interposer is told of each allocation whether a sleep of level 1 copies it: then pinned memory
-for it is there when it does.
+for it is there when it does. Which level a sleep will be, the call alone says (vLLM has no setting for it): a server
+whose sleeps are all of level 2 has it made once, in vain, and let go a second after its first sleep began.
 """
 
 from __future__ import annotations

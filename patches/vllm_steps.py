@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import repeat
 from types import ModuleType
 from typing import Any
@@ -57,7 +57,7 @@ class Steps(Adapter):
             now_ns = time.monotonic_ns()
             ago_ns = time.time_ns() - int(request.arrival_time * 1e9)  # vLLM has it of the wall clock
             at_ns = now_ns - ago_ns if 0 <= ago_ns < _LONGEST_AGO_NS else now_ns
-            step_log.mark_request(request.request_id, "arrived", at_ns)
+            step_log.mark_request(request.request_id, "arrived", at_ns, _trace(request))
         return result
 
     def scheduled(self, began_ns: int, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -116,6 +116,12 @@ class Steps(Adapter):
         if prefills:
             self._started.update([one for one, new in emitted.items() if new])
         self._give_up(ended, end_ns)
+
+
+def _trace(request: Any) -> str:
+    """The traceparent that came with a request, below which vLLM's own span of it will stand; "" where none did."""
+    headers = getattr(request, "trace_headers", None)
+    return str(headers.get("traceparent", "")) if isinstance(headers, Mapping) else ""
 
 
 def _resumed(cached: Any) -> Iterable[str]:

@@ -6,8 +6,8 @@ import ctypes as ct
 import functools
 import threading
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ MEMCPY_KIND = {"h2h": 0, "h2d": 1, "d2h": 2, "d2d": 3, "default": 4}
 NOT_READY = 600  # cudaErrorNotReady: the one code that is an answer, not an error
 DISABLE_TIMING = 2  # cudaEventDisableTiming
 NON_BLOCKING = 1  # cudaStreamNonBlocking: no implicit order with the legacy default stream
+RELAXED = 2  # cudaStreamCaptureModeRelaxed
 _MEMORY = {0: "pageable", 1: "pinned", 2: "device", 3: "managed"}  # enum cudaMemoryType
 
 _p, _i, _u, _z = ct.c_void_p, ct.c_int, ct.c_uint, ct.c_size_t
@@ -55,6 +56,8 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cudaStreamQuery": [_p],
     "cudaStreamSynchronize": [_p],
     "cudaStreamWaitEvent": [_p, _p, _u],
+    "cudaStreamIsCapturing": [_p, _p],
+    "cudaThreadExchangeStreamCaptureMode": [_p],
     "cudaEventCreateWithFlags": [_p, _u],
     "cudaEventDestroy": [_p],
     "cudaEventRecord": [_p, _p],
@@ -280,6 +283,22 @@ class Runtime:
     def stream_wait_event(self, stream: int, event: int) -> None:
         """Later work of `stream` waits for the event's newest record."""
         self.call("cudaStreamWaitEvent", stream, event, 0)
+
+    def stream_capturing(self, stream: int) -> bool:
+        """Whether a graph is being captured on a stream; such a capture may be spoilt already."""
+        status = _i()
+        self.call("cudaStreamIsCapturing", stream, ct.byref(status))
+        return status.value != 0
+
+    @contextmanager
+    def beside_captures(self) -> Iterator[None]:
+        """Calls that captures forbid are allowed here; they must not touch what is captured."""
+        mode = _i(RELAXED)
+        self.call("cudaThreadExchangeStreamCaptureMode", ct.byref(mode))
+        try:
+            yield
+        finally:
+            self.call("cudaThreadExchangeStreamCaptureMode", ct.byref(mode))
 
     def event_create(self, timing: bool = False) -> int:
         """A new event. Takes the context lock, as stream_create does."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["CopyPath", "WatchedTransfer"]
 
 _ASK_EVERY = 32  # looking into the environment costs as much as an event record
-_SLOW_NS = 100_000  # a transfer that holds the model's thread for so long is worth a change
+SLOW_NS = 100_000  # a transfer that holds the model's thread for so long is worth a change
 _MAX_LIVE = 100_000  # a server that never polls must not make the table grow without end
 
 
@@ -109,7 +109,7 @@ class CopyPath:
                 self._decided,
                 depth=limits.depth if queued else 0,
                 baseline_ns=limits.baseline_ns,
-                slow_ns=_SLOW_NS,
+                slow_ns=SLOW_NS,
             )
 
     def _decided(self, what: str, why: str, *, before: Rung, after: Rung, **evidence: Any) -> None:

@@ -34,10 +34,12 @@ EVIDENCE = 2.5  # transfers that lost plainly: each counts as the logarithm of i
 LOSS_NS = 300_000  # so much must have been lost before a rung is tried
 MIN_GAIN = 1.2  # times that something must be cheaper elsewhere, by prediction and then by measurement
 MOST_COPY_COST = 1.5  # times that the copies themselves may become slower, whatever submission gains
-TRIAL = 8  # transfers that a rung is judged by; after half of them if it clearly loses
+TRIAL = 8  # transfers that a rung is judged by
+LOST = TRIAL // 2  # of them after which one that clearly loses is left
 LOOK_NS = 100_000_000  # a kept rung is judged again after so long
 COOL_DOWN_NS = 60_000_000_000  # until a rung that gained nothing is tried again for such work; doubles each time
 REST = 16  # after so many transfers without a reason for a change one in so many is watched
+RECENT = TRIAL * REST  # transfers on the base after which half of what they cost is forgotten
 
 
 class Auto:
@@ -146,7 +148,7 @@ class Auto:
                 self._judge()
                 return
             sample.cost = self._on_base.add(sample)
-            if self._count >= TRIAL * REST:
+            if self._count >= RECENT:
                 self._fade(self._on_base)
             self._look_for_a_cause(sample)
 
@@ -227,7 +229,7 @@ class Auto:
     def _judge(self) -> None:
         """A window, or half a trial."""
         done = self._count >= TRIAL
-        if not done and (self._kept or self._count != TRIAL // 2):
+        if not done and (self._kept or self._count != LOST):
             return
         seen = compare(self._on_base, self._on_rung)
         if self._count < REST and seen.copy_before is None and any(each.copy_ns for each in self._on_base.values()):

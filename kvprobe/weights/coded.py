@@ -191,7 +191,7 @@ class Unpacker:
             )
 
     def forget(self) -> None:
-        """What the stages hold is not known, and nobody waits for it: a capture begins, or replays were in between."""
+        """A capture begins, or replays were in between: what follows comes behind all that was submitted, as it is."""
         for stage in self._stages:
             stage.used = False
 

@@ -56,11 +56,7 @@ class Compute:
 
     def capturing(self) -> bool:
         """Whether a CUDA graph is being captured on it."""
-        if self._host:
-            return False
-        import torch
-
-        return bool(torch.cuda.is_current_stream_capturing())
+        return self._runtime.stream_capturing(self.stream)
 
     def close(self) -> None:
         """Destroys the stream if it is ours."""
@@ -219,7 +215,7 @@ class WeightWindow:
 
     def begin(self) -> None:
         """A forward of the whole model begins."""
-        self._at, self.seen, self._inside = 0, [], True
+        cut_off, self._at, self.seen, self._inside = self._inside, 0, [], True
         if self._unpacker is not None:
             self._unpacker.check()
         for placed in self.units:
@@ -228,6 +224,11 @@ class WeightWindow:
         self.capturing = self.compute.capturing()
         if self.capturing and not self.copying:
             raise KvprobeError("a forward without copies computes with stale weights: nothing to capture in a graph")
+        if self.capturing:  # it cannot wait for what began outside it, nor can its replays
+            with self.runtime.beside_captures():
+                self.settle()
+        elif self.captured and cut_off:
+            self._join()
         if self.capturing or self.captured:
             self._forget()
         if self.capturing:
@@ -257,12 +258,12 @@ class WeightWindow:
             self._forget()
             self.capturing = False
             return
-        if not complete:
+        if complete:
+            self.order = self.seen or self.order
+            self.timeline.end(self.compute.stream, self.width if self.copying else RESIDENT)
+        else:
             self.timeline.abandon()
-            return
-        if self.seen:
-            self.order = self.seen
-        self.timeline.end(self.compute.stream, self.width if self.copying else RESIDENT)
+        self._before_replays()
 
     def enter(self, placed: OffloadedUnit) -> None:
         """A unit is about to compute: its tensors lie in a slot from here on, and the stream waits for the copy."""
@@ -319,6 +320,8 @@ class WeightWindow:
         finally:
             self._free(placed)
         self._prefetch()
+        if not self._inside:
+            self._before_replays()
 
     def settle(self) -> None:
         """Waits until no copy is under way.
@@ -490,6 +493,11 @@ class WeightWindow:
             self.runtime.stream_wait_event(stream, self._joint)
         self.runtime.event_record(self._joint, stream)
         self.compute.wait(self._joint)
+
+    def _before_replays(self) -> None:
+        """Replays, which are computation, too, come behind copies ahead of layers that were not called after all."""
+        if self.captured and self.copying:
+            self._join()
 
     def _forget(self) -> None:
         """What the slots hold is not known, or of no use."""

@@ -27,6 +27,7 @@ PLAYS = [
     "captures",
     "resets",
     "forks",
+    "outlives",
     "memory",
     "locked",
     "in-vain",
@@ -45,7 +46,7 @@ def program(compile_c: Callable[..., Path], libraries: Path) -> Path:
 def play(program: Path, *arguments: object, **environment: str) -> tuple[str, int]:
     """What the program printed, and the most that was pinned beside what it held."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("KV")}
-    clock = "real" if "threads" in arguments or "forks" in arguments else "virtual"
+    clock = "real" if {"threads", "forks", "outlives"} & {*arguments} else "virtual"
     env |= {
         "KVHOST_CLOCK": clock,
         **({"KVHOST_PINNED_BYTES": str(16 * MIB)} if "memory" in arguments else {}),

@@ -24,6 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvprobe.instrument.transfers import SLOW_NS
 from kvprobe.launchqueue.detector import Saturation
 from kvprobe.offload.engine import HAND_OVER_NS
 from kvprobe.offload.rungs import Rung, Sample
@@ -312,7 +313,7 @@ class Server:
         self._live: deque[tuple[int, Any, int]] = deque()
         self._number = 0
         self._expected: dict[tuple[int, int], tuple[int, int]] = {}
-        settings: dict[str, Any] = {"slow_ns": 100_000, "depth": DEPTH if work.rungs[0] == LOOP else 0}
+        settings: dict[str, Any] = {"slow_ns": SLOW_NS, "depth": DEPTH if work.rungs[0] == LOOP else 0}
         if work.kind == "engine":
             settings = {"slow_ns": HAND_OVER_NS}
         self.auto = (

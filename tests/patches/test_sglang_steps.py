@@ -3,6 +3,9 @@
 import json
 from types import SimpleNamespace as Made
 
+import pytest
+from opentelemetry import propagate
+
 from kvprobe.instrument import event_log
 from kvprobe.patches.sglang_steps import Steps
 
@@ -52,3 +55,17 @@ def test_tokens_and_ends_are_told_once(tmp_path, monkeypatch):
         (5, "decode", ["b", "a"], [1, 0], 1),
     ]
     assert ended == ["a"]
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_a_request_lies_below_the_servers_own_span(tmp_path, monkeypatch, traced):
+    monkeypatch.setenv("KVPROBE_RUN", str(tmp_path))
+    own = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    span = propagate.extract({"traceparent": own})  # so it comes from the process that began the request
+    context = Made(tracing_enable=traced, root_span_context=span if traced else Made())
+    scheduler = Made(metrics_reporter=Made(is_stats_logging_rank=True), pp_group=None)
+    Steps().added(lambda: None, scheduler, Made(rid="a", time_stats=Made(created_time=1.0, trace_ctx=context)))
+    event_log.flush()
+    (path,) = tmp_path.glob("steps-*.jsonl")
+    (arrived,) = [line for line in map(json.loads, path.read_text().splitlines()) if line["kind"] == "arrived"]
+    assert arrived.get("trace") == (own if traced else None)

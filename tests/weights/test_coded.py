@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -181,3 +183,54 @@ def test_a_model_that_cannot_be_packed_is_as_it_was(
     assert torch.equal(forward(model, ids), right)
     gc.collect()
     assert account.held == before
+
+
+@pytest.fixture
+def later(runtime: HostRuntime) -> Iterator[HostRuntime]:
+    """What is submitted takes its time on a virtual clock, which stands while nobody waits."""
+    runtime.reset(virtual_clock=True)
+    yield runtime
+    runtime.reset()
+
+
+def capture(held: WeightOffload) -> None:
+    """Begins to capture the forward; the host runtime has no graph that could hold the rest of it."""
+    window, graph = held._need(), ctypes.c_void_p()
+    held.runtime.call("cudaStreamBeginCapture", window.compute.stream, 0)
+    window.begin()
+    held.runtime.call("cudaStreamEndCapture", window.compute.stream, ctypes.byref(graph))
+    window.capturing, window._inside = False, False
+
+
+def moving(held: WeightOffload) -> list[bool]:
+    """Whether images travel, and whether some are unpacked."""
+    window = held._need()
+    assert window._unpacker is not None
+    return [not held.runtime.stream_query(stream) for stream in (window.stream, window._unpacker.stream)]
+
+
+def test_a_graph_begins_when_nothing_is_under_way(model: Any, ids: Any, later: HostRuntime) -> None:
+    """A layer was copied ahead that nobody used: inside a capture its unpacking cannot be waited for."""
+    with offloaded(model, later, window=2) as held:
+        forward(model, ids)
+        assert moving(held) == [True, True]  # the first layers of a next forward
+        capture(held)
+        assert moving(held) == [False, False]
+
+
+@pytest.mark.parametrize("how", ["skipped", "failed", "alone"])
+def test_replays_come_behind_layers_that_nobody_used(model: Any, ids: Any, later: HostRuntime, how: str) -> None:
+    with offloaded(model, later, window=2) as held:
+        forward(model, ids)
+        capture(held)
+        if how == "alone":
+            model.layers[0](torch.zeros(2, 3, 128, dtype=torch.bfloat16))
+        elif how == "failed":
+            model.fail_after = 1
+            with pytest.raises(RuntimeError, match="in the middle"):
+                forward(model, ids)
+        else:
+            model.path = [0, 1, 2, 3]
+            forward(model, ids)
+        assert held._need().seen[-1] < len(held.plan.units) - 1
+        assert moving(held) == [False, False]

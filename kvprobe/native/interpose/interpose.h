@@ -112,6 +112,7 @@ void *kvp_dlvsym(void *restrict handle, const char *restrict name, const char *r
 int kvp_redirect_all(void);
 int kvp_restore_all(void);
 void kvp_redirect_new(void); /* in libraries that were loaded since */
+void kvp_before_load(void);  /* a library: waits for forks that are under way */
 struct dl_phdr_info;
 /* dl_iterate_phdr; -1 and nothing done where it might wait for good: in a child of fork, and where one is being made,
  * whose own dlopen would wait. */

@@ -60,7 +60,7 @@ enum known { NOT_YET, EQUAL, DIFFERENT };
 
 static const char *folder;
 static struct {
-    pthread_mutex_t lock; /* of what follows */
+    pthread_mutex_t lock, comparing; /* of what follows; held while samples are made and compared */
     one *all;
     uint32_t count, room;
     enum known kinds[KINDS];
@@ -74,7 +74,7 @@ static struct {
     uint64_t bytes, populate_ns, register_ns, longest_ns;
     uint32_t buffers, refused;
     int told;
-} state = {.lock = PTHREAD_MUTEX_INITIALIZER};
+} state = {.lock = PTHREAD_MUTEX_INITIALIZER, .comparing = PTHREAD_MUTEX_INITIALIZER};
 
 static void no_longer(const char *why, int error) {
     atomic_fetch_and(&kvp_watch.recycles, ~KVP_POPULATES);
@@ -104,6 +104,7 @@ int kvp_populated_start(const char *run_folder) {
 
 void kvp_populated_in_child(void) {
     pthread_mutex_init(&state.lock, NULL);
+    pthread_mutex_init(&state.comparing, NULL);
     state.count = 0; /* what it inherits is its parent's */
 }
 
@@ -236,30 +237,52 @@ static void clear_error(any_fn *alloc) {
     if (last) last();
 }
 
-static int is_equal(unsigned flags, any_fn *alloc) {
-    typedef int alloc_fn(void **, size_t, unsigned);
-    unsigned as_flags = 0;
-    uint32_t differ = 0;
-    void *sample = NULL;
+static enum known known_of(unsigned flags) {
     pthread_mutex_lock(&state.lock);
     enum known known = state.kinds[flags];
     pthread_mutex_unlock(&state.lock);
-    if (known != NOT_YET) return known == EQUAL;
+    return known;
+}
+
+/* The sample that a comparison without an end has left, or a new one; NULL: the runtime has none. */
+static void *sample_of(unsigned flags, any_fn *alloc) {
+    typedef int alloc_fn(void **, size_t, unsigned);
+    pthread_mutex_lock(&state.lock);
+    void *sample = state.samples[flags];
+    state.samples[flags] = NULL;
+    pthread_mutex_unlock(&state.lock);
+    if (sample) return sample;
     uint64_t since = kvp_clock();
     if (((alloc_fn *)alloc)(&sample, SAMPLE_BYTES, flags)) {
         clear_error(alloc);
-        return 0;
+        return NULL;
     }
-    uint64_t took = kvp_clock() - since;
-    known = compare(flags, sample, &as_flags, &differ);
+    double each = (double)(kvp_clock() - since) / SAMPLE_BYTES;
     pthread_mutex_lock(&state.lock);
-    state.kinds[flags] = known;
-    state.samples[flags] = sample;
-    state.as_flags[flags] = as_flags;
-    double each = (double)took / SAMPLE_BYTES;
     if (state.as_it_was == 0 || each < state.as_it_was) state.as_it_was = each;
     pthread_mutex_unlock(&state.lock);
-    if (known == DIFFERENT)
+    return sample;
+}
+
+/* One thread at a time: of two samples one would be nobody's. */
+static int is_equal(unsigned flags, any_fn *alloc) {
+    unsigned as_flags = 0;
+    uint32_t differ = 0;
+    enum known known = known_of(flags);
+    if (known != NOT_YET) return known == EQUAL;
+    pthread_mutex_lock(&state.comparing);
+    known = known_of(flags);
+    void *sample = known == NOT_YET ? sample_of(flags, alloc) : NULL;
+    if (sample) {
+        known = compare(flags, sample, &as_flags, &differ);
+        pthread_mutex_lock(&state.lock);
+        state.kinds[flags] = known;
+        state.samples[flags] = sample;
+        state.as_flags[flags] = as_flags;
+        pthread_mutex_unlock(&state.lock);
+    }
+    pthread_mutex_unlock(&state.comparing);
+    if (sample && known == DIFFERENT)
         kvp_decision(folder, "refuse", NULL, NULL, 0,
                      "pinned memory with flags %u is left to the CUDA runtime: the driver can tell it from registered "
                      "memory (%x)",

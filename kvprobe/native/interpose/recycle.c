@@ -13,7 +13,8 @@
  * - Freeing twice, or an address inside a buffer, is refused by the runtime, as it would be.
  * - While a stream is captured: untouched, so that what CUDA refuses meanwhile is refused.
  * - The end of a context or a reset: what is kept is freed before.
- * - A child of a fork has none of it, and keeps nothing.
+ * - A child of a fork has none of it, and keeps nothing. What the program held when it forked, the child may go on
+ *   using, whatever the program frees: it is not kept.
  *
  * WHAT IS OTHERWISE: memory that was freed stays mapped and pinned while it is kept: a program that reads it after it
  * has freed it does not crash. cuPointerGetAttributes names a range that may be an eighth larger than was asked for.
@@ -61,7 +62,7 @@ static const char *folder;
 static kvp_kept kept;
 static struct {
     pthread_mutex_t lock; /* of what follows */
-    kvp_kept_buffer *out; /* the program's, of at least SMALLEST */
+    kvp_kept_buffer *out; /* the program's, of at least SMALLEST; tag: `forks` when it was handed out */
     uint32_t count, room;
     struct freeing freeings[FREEINGS];
     uint64_t made_bytes, made_ns; /* what pinning took */
@@ -71,6 +72,10 @@ static struct {
 } state = {.lock = PTHREAD_MUTEX_INITIALIZER};
 
 /* ---- start and end ---------------------------------------------------------------------------------------------- */
+
+static atomic_uintptr_t forks;
+static void before_fork(void) { atomic_fetch_add(&forks, 1); }
+static void *forks_now(void) { return (void *)atomic_load(&forks); }
 
 static void in_child(void) {
     kvp_watch.recycles = 0;
@@ -112,7 +117,7 @@ void kvp_recycle_start(const char *run_folder) {
     kvp_kept_open(&kept);
     kvp_prepare_start(run_folder);
     folder = run_folder;
-    if (does && !pthread_atfork(NULL, NULL, in_child)) kvp_watch.recycles = does;
+    if (does && !pthread_atfork(before_fork, NULL, in_child)) kvp_watch.recycles = does;
 }
 
 /* What was made here is freed as it was made, whatever else ends. */
@@ -237,7 +242,10 @@ static void note_out(const kvp_kept_buffer *buffer) {
         kvp_kept_buffer *more = realloc(state.out, room * sizeof *more);
         if (more) state.out = more, state.room = room;
     }
-    if (state.count < state.room) state.out[state.count++] = *buffer;
+    if (state.count < state.room) {
+        state.out[state.count] = *buffer;
+        state.out[state.count++].tag = forks_now();
+    }
     pthread_mutex_unlock(&state.lock);
 }
 
@@ -356,8 +364,9 @@ static int keep(void *pointer, any_fn *free_host) {
     kvp_kept_returned(&kept, &found);
     found.taken = found.bytes;
     struct freeing *how = NULL;
-    if (kvp_watch.recycles & KVP_KEEPS && key_of((unsigned)found.key & ALL_FLAGS, &context) == found.key &&
-        is_whole(pointer, found.bytes) && !driver.cuCtxSynchronize())
+    if (kvp_watch.recycles & KVP_KEEPS && found.tag == forks_now() &&
+        key_of((unsigned)found.key & ALL_FLAGS, &context) == found.key && is_whole(pointer, found.bytes) &&
+        !driver.cuCtxSynchronize())
         how = freeing_of((free_fn *)free_host, context);
     if (how) {
         found.tag = how;

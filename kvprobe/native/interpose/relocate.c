@@ -360,12 +360,15 @@ static NOT_SANITIZED struct list list_now(void) {
     return now;
 }
 
+/* Whether the loader is among its list: a child that is forked meanwhile ends at its first dlopen. */
+static NOT_SANITIZED int loader_is_busy(void) { return _r_debug.r_state != RT_CONSISTENT; }
+
 /* Whether the lock of the list of libraries is no dead thread's. The C library makes the loader's other locks anew in a
  * child of fork, this one not: it is known to be free once the child itself has added to the list or taken from it. */
 static NOT_SANITIZED int list_is_free(void) {
     if (forking) return 0;
     if (likely(!at_fork.last)) return 1;
-    if (kvp_stays_away || _r_debug.r_state != RT_CONSISTENT) return 0;
+    if (kvp_stays_away || loader_is_busy()) return 0;
     struct list now = list_now();
     if (now.last == at_fork.last && now.count == at_fork.count) return 0;
     at_fork.last = NULL;
@@ -380,12 +383,17 @@ int kvp_list(int (*each)(struct dl_phdr_info *, size_t, void *), void *data) {
     return result;
 }
 
-/* No scan while the process forks, nor a lock of the list that a child would find taken because of us. A thread that
- * waits for the forking one, which may be in a library's constructor, is not waited for without end. */
+/* No scan while the process forks, nor a lock of the list that a child would find taken because of us. Scans make a
+ * fork meet the loader at work more often than without us, so that, too, is waited for. A thread that waits for the
+ * forking one, which may be in a library's constructor, is not waited for without end. */
 static void before_fork(void) {
     atomic_fetch_add(&forks, 1);
     forking = 1 + wait_for_scan(FORK_WAIT_MS);
-    for (int tries = 0; atomic_load(&listing) && tries < FORK_WAIT_MS * 10; tries++) usleep(100);
+    for (int tries = 0; (atomic_load(&listing) || loader_is_busy()) && tries < FORK_WAIT_MS * 10; tries++) usleep(100);
+}
+
+void kvp_before_load(void) {
+    for (int tries = 0; !forking && atomic_load(&forks) && tries < FORK_WAIT_MS * 10; tries++) usleep(100);
 }
 
 static void in_parent(void) {
@@ -399,7 +407,7 @@ static void in_parent(void) {
 
 static void in_child(void) {
     end_scan();
-    kvp_stays_away |= forking != 2 || _r_debug.r_state != RT_CONSISTENT;
+    kvp_stays_away |= forking != 2 || loader_is_busy();
     at_fork = list_now();
     forks = listing = forking = 0;
 }

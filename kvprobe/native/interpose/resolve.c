@@ -441,6 +441,7 @@ static void *open_for(const void *caller, const char *file, int mode) {
  * it must end in a jump, and what it loaded is met at the next dlsym or dlopen. */
 void *kvp_dlopen(const char *file, int mode) {
     if (!kvp_watch.redirects || !file) return dlopen(file, mode);
+    kvp_before_load();
     kvp_redirect_new();
     if (strchr(file, '$')) return dlopen(file, mode);
     const void *caller = __builtin_return_address(0);

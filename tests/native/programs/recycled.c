@@ -228,6 +228,31 @@ static void shares(void) {
     unpin(at, 4 * MIB);
 }
 
+/* A child goes on using what its parent has freed. */
+static void outlives(void) {
+    int to[2], from[2];
+    char c = 0;
+    if (pipe(to) || pipe(from)) exit(4);
+    uint8_t *at = pin(4 * MIB);
+    fill(at, 4 * MIB, 1);
+    pid_t child = fork();
+    if (!child) {
+        if (read(to[0], &c, 1) != 1) _exit(9);
+        compare(at, 4 * MIB, 1);
+        fill(at, 4 * MIB, 3);
+        _exit(wrong != 0);
+    }
+    int status = -1;
+    unpin(at, 4 * MIB);
+    at = pin(4 * MIB);
+    fill(at, 4 * MIB, 2);
+    if (write(to[1], &c, 1) != 1) exit(4);
+    waitpid(child, &status, 0);
+    compare(at, 4 * MIB, 2);
+    printf("child %d\n", status);
+    unpin(at, 4 * MIB);
+}
+
 static void wrong_frees(void) {
     uint8_t *at = pin(2 * MIB);
     printf("inside %d", cudaFreeHost(at + 4096));
@@ -337,6 +362,7 @@ int main(int count, char **arguments) {
     if (!strcmp(play, "answers")) answers();
     if (!strcmp(play, "driver")) by_the_driver();
     if (!strcmp(play, "shares")) shares();
+    if (!strcmp(play, "outlives")) outlives();
     if (!strcmp(play, "wrong")) wrong_frees();
     if (!strcmp(play, "waits")) waits();
     if (!strcmp(play, "captures")) captures();
