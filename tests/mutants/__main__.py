@@ -1,13 +1,15 @@
-"""`python -m tests.mutants [--c N] [--python N] [--seed S] [--file NAME] [NAME...]`: puts bugs in; says which live."""
+"""`python -m tests.mutants [--c N] [--python N] [--seed S] [--file NAME] [--log FILE] [NAME...]`: puts bugs in."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import multiprocessing
 import os
-import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
@@ -28,10 +30,13 @@ def explained() -> dict[str, str]:
 
 
 def sample(found: Iterable[T], count: int, seed: int) -> list[T]:
-    """So many of them, the same for a seed wherever they stand."""
-    ordered = sorted(found, key=str)
-    random.Random(seed).shuffle(ordered)
-    return ordered[:count]
+    """So many of them by a seed, which are the same ones when others come or go."""
+
+    def drawn(one: T) -> str:
+        name = one.name if isinstance(one, Mutant) else str(one)
+        return hashlib.sha256(f"{seed} {name}".encode()).hexdigest()
+
+    return sorted(found, key=drawn)[:count]
 
 
 def chosen(options: argparse.Namespace) -> list[Mutant]:
@@ -66,6 +71,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="at a time; default: one a core")
     parser.add_argument("--seconds", type=float, default=1e9, help="no more mutants after that")
     parser.add_argument("--list", action="store_true", help="name them and do nothing")
+    parser.add_argument("--log", type=Path, help="keeps each fate here, and does not try again what was caught")
     options = parser.parse_args()
     mutants, known = chosen(options), explained()
     if options.list:
@@ -79,37 +85,50 @@ def main() -> int:
                 if said:
                     print(f"the program as it is does not pass: {said}")
                     return 2
-            return _try(pool, mutants, known, options.seconds)
+            return _try(pool, mutants, known, options)
         finally:
             for _ in pool.map(_close, range(options.jobs)):
                 pass
 
 
-def _try(pool: ProcessPoolExecutor, mutants: list[Mutant], known: dict[str, str], seconds: float) -> int:
+def _try(pool: ProcessPoolExecutor, mutants: list[Mutant], known: dict[str, str], options: argparse.Namespace) -> int:
     """All of them; 1 where one lives that is not explained."""
-    until = time.monotonic() + seconds
-    asked = {pool.submit(_tried, mutant, until): mutant for mutant in mutants}
-    caught = same = left = 0
-    living: list[Mutant] = []
-    for one in as_completed(asked):
+    until = time.monotonic() + options.seconds
+    fates, log = _kept(options.log), options.log
+    met = {mutant: fates.get(mutant.digest, "") for mutant in mutants}
+    due = [mutant for mutant in mutants if options.names or met[mutant] not in _settled(options.quick)]
+    for one in as_completed(asked := {pool.submit(_tried, mutant, until): mutant for mutant in due}):
         mutant, (fate, why, took_s) = asked[one], one.result()
-        same += fate == "same"
-        left += fate == "left"
-        caught += fate == "caught"
+        met[mutant] = fate
         if fate == "lives":
-            living.append(mutant)
             why = f"LIVES{' (explained)' if mutant.name in known else ''}"
         if fate != "left":
             print(f"{mutant} | {why} | {took_s:.0f} s", flush=True)
-    unexplained = sorted((mutant for mutant in living if mutant.name not in known), key=str)
-    tried = caught + len(living)
-    print(f"{tried} mutants, {caught} caught, {len(living)} live, {len(unexplained)} of them not explained")
-    print(
-        f"{same} more do not compile, or compile to the same code{f', {left} were left for lack of time' * bool(left)}"
-    )
+        if fate != "left" and log:
+            fate = "passes" if fate == "lives" and options.quick else fate
+            with log.open("a") as out:
+                out.write(json.dumps({"digest": mutant.digest, "fate": fate, "mutant": str(mutant), "why": why}) + "\n")
+    count = Counter(met.values())
+    living = sorted((mutant for mutant, fate in met.items() if fate in ("lives", "passes")), key=str)
+    unexplained = [mutant for mutant in living if mutant.name not in known]
+    tried = count["caught"] + len(living)
+    print(f"{tried} mutants, {count['caught']} caught, {len(living)} live, {len(unexplained)} of them not explained")
+    lack = f", {count['left']} were left for lack of time" * bool(count["left"])
+    print(f"{count['same']} more do not compile, or compile to the same code{lack}")
     for mutant in unexplained:
         print(f"  {mutant}")
     return bool(unexplained)
+
+
+def _kept(log: Path | None) -> dict[str, str]:
+    """The newest fate of each mutant in a log."""
+    lines = log.read_text().splitlines() if log and log.exists() else []
+    return {each["digest"]: each["fate"] for each in map(json.loads, lines)}
+
+
+def _settled(quick: bool) -> set[str]:
+    """Fates after which a mutant is not tried again; "passes" only the checks that take seconds."""
+    return {"caught", "same", "lives", "passes"} if quick else {"caught", "same", "lives"}
 
 
 _tree: Tree | None = None  # of a process of the pool

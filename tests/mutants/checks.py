@@ -38,6 +38,9 @@ class Check:
 
 
 HISTORIES = Check("histories", ("1:96", "0:64", "2:32"), 12, histories=True)
+ENGINE_HISTORIES = Check(  # of a changed Python file, which a process has to import anew
+    "histories", ("-m", "tests.mutants.histories", *HISTORIES.command), 30
+)
 THREADS = Check("threads", ("-m", "tests.simulate", "0", "--threads", "--count", "300"), 40)
 OWN = {  # of C files whose part the engine's histories use only by the way
     name: Check(f"tests/offload/{test}", (*PYTEST, f"tests/offload/{test}"), 120)
@@ -66,12 +69,12 @@ def checks_of(mutant: Mutant, quick: bool = False) -> list[Check]:
     """Those that run its file; `quick`: those that take seconds."""
     if mutant.file.endswith(".c"):
         own = OWN.get(Path(mutant.file).name)
-        seconds = [own, HISTORIES] if own else [HISTORIES, RECORDS, THREADS]
+        seconds = [HISTORIES, own] if own else [HISTORIES, RECORDS, THREADS]
         return seconds if quick else [*seconds, SUITE, MORE]
     tests = python_source.FILES[mutant.file]
     own = Check(" ".join(tests), (*PYTEST, *tests), 240)
     with_engine = mutant.file.startswith("kvprobe/offload/")
-    return [own, HISTORIES] if with_engine else [own]
+    return [own, ENGINE_HISTORIES] if with_engine else [own]
 
 
 class Tree:
