@@ -15,8 +15,8 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import TypeVar
 
-from . import c_source, python_source
-from .checks import Check, Tree, checks_of
+from . import c_source, python_source, worker
+from .checks import checks_of
 from .mutant import Mutant
 
 T = TypeVar("T")
@@ -79,15 +79,15 @@ def main() -> int:
         return 0
     every = {check.name: check for mutant in mutants for check in checks_of(mutant, options.quick)}
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.jobs, context, _open, (options.quick,)) as pool:
+    with ProcessPoolExecutor(options.jobs, context, worker.opens, (options.quick,)) as pool:
         try:
-            for said in pool.map(_passes, every.values()):  # what fails without a bug, catches none
+            for said in pool.map(worker.passes, every.values()):  # what fails without a bug, catches none
                 if said:
                     print(f"the program as it is does not pass: {said}")
                     return 2
             return _try(pool, mutants, known, options)
         finally:
-            for _ in pool.map(_close, range(options.jobs)):
+            for _ in pool.map(worker.closes, range(options.jobs)):
                 pass
 
 
@@ -97,7 +97,7 @@ def _try(pool: ProcessPoolExecutor, mutants: list[Mutant], known: dict[str, str]
     fates, log = _kept(options.log), options.log
     met = {mutant: fates.get(mutant.digest, "") for mutant in mutants}
     due = [mutant for mutant in mutants if options.names or met[mutant] not in _settled(options.quick)]
-    for one in as_completed(asked := {pool.submit(_tried, mutant, until): mutant for mutant in due}):
+    for one in as_completed(asked := {pool.submit(worker.tried, mutant, until): mutant for mutant in due}):
         mutant, (fate, why, took_s) = asked[one], one.result()
         met[mutant] = fate
         if fate == "lives":
@@ -129,42 +129,6 @@ def _kept(log: Path | None) -> dict[str, str]:
 def _settled(quick: bool) -> set[str]:
     """Fates after which a mutant is not tried again; "passes" only the checks that take seconds."""
     return {"caught", "same", "lives", "passes"} if quick else {"caught", "same", "lives"}
-
-
-_tree: Tree | None = None  # of a process of the pool
-_quick = False
-
-
-def _open(quick: bool) -> None:
-    global _tree, _quick
-    _tree, _quick = Tree(), quick
-
-
-def _close(_: int) -> None:
-    if _tree is not None:
-        _tree.close()
-
-
-def _passes(check: Check) -> str | None:
-    assert _tree is not None
-    return _tree.run(check)
-
-
-def _tried(mutant: Mutant, until: float) -> tuple[str, str, float]:
-    """What became of one: "caught", "lives", "same" as the original, or "left"; why; and how long that took, in s."""
-    assert _tree is not None
-    began = time.monotonic()
-    if began > until:
-        return "left", "", 0.0
-    if not _tree.apply(mutant):
-        return "same", "is no other program", 0.0
-    try:
-        for check in checks_of(mutant, _quick):
-            if why := _tree.run(check):
-                return "caught", why, time.monotonic() - began
-    finally:
-        _tree.restore(mutant)
-    return "lives", "", time.monotonic() - began
 
 
 if __name__ == "__main__":
