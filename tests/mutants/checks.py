@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import os
@@ -37,7 +38,7 @@ class Check:
     histories: bool = False
 
 
-HISTORIES = Check("histories", ("1:96", "0:64", "2:32"), 12, histories=True)
+HISTORIES = Check("histories", ("1:96", "0:64", "2:32"), 9, histories=True)
 ENGINE_HISTORIES = Check(  # of a changed Python file, which a process has to import anew
     "histories", ("-m", "tests.mutants.histories", *HISTORIES.command), 30
 )
@@ -77,6 +78,22 @@ def checks_of(mutant: Mutant, quick: bool = False) -> list[Check]:
     return [own, ENGINE_HISTORIES] if with_engine else [own]
 
 
+def _code(text: str) -> str:
+    """What Python makes of a file; empty: it is none."""
+    try:
+        return ast.dump(ast.parse(text))
+    except SyntaxError:
+        return ""
+
+
+def listed() -> list[str]:
+    """The repository's files that a check may need."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    apart = ("reports/", "docs/", "benchmarks/", "tests/mutants/")
+    return [name for name in names if name and (ROOT / name).is_file() and not name.startswith(apart)]
+
+
 class Tree:
     """A copy of the repository in a temporary folder, whose native library is built from objects that are kept."""
 
@@ -88,12 +105,9 @@ class Tree:
         """
         self._folder = tempfile.TemporaryDirectory(prefix="kvprobe-mutants-")
         self.root = Path(self._folder.name)
-        listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-        names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
-        for name in names:
-            if name and (ROOT / name).is_file() and not name.startswith(("reports/", "docs/", "benchmarks/")):
-                (self.root / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(ROOT / name, self.root / name)
+        for name in (*listed(), *(f"tests/mutants/{path.name}" for path in Path(__file__).parent.glob("*.py"))):
+            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, self.root / name)
         self.native = self.root / "kvprobe" / "native"
         (self.native / "lib").mkdir(exist_ok=True)
         for path in build.build():
@@ -126,7 +140,7 @@ class Tree:
         path.write_text(mutant.text)
         os.utime(path, (0, 0))  # nobody builds it again
         if not mutant.file.endswith(".c"):
-            return True
+            return _code(mutant.text) not in ("", _code((ROOT / mutant.file).read_text()))
         changed = self.root / "changed"
         shutil.rmtree(changed, ignore_errors=True)
         changed.mkdir()
@@ -152,6 +166,8 @@ class Tree:
         A failure that names no history, no test and no report may be the machine's: it counts where it comes again.
         """
         code, why = self._once(check)
+        if code == -signal.SIGXCPU:
+            return f"{check.name}: no end within {check.seconds} s of the processor"
         if code and not why:
             code, why = self._once(check)
             why = why or f"ended with {code}, twice"
