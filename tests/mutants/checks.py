@@ -63,7 +63,7 @@ ENGINE = (
 RECORDS = Check("tests/offload/test_records.py", (*PYTEST, "tests/offload/test_records.py"), 60)
 SUITE = Check("tests/offload", (*PYTEST, *(f"tests/offload/{name}" for name in ENGINE)), 240)
 MORE = Check("more histories", ("1:4000", "2:1000", "0:1000"), 300, histories=True)
-STALLED_S = 60  # without any use of the processor
+STALLED_S = 40  # without any use of the processor
 
 
 def checks_of(mutant: Mutant, quick: bool = False) -> list[Check]:
@@ -168,6 +168,8 @@ class Tree:
         code, why = self._once(check)
         if code == -signal.SIGXCPU:
             return f"{check.name}: no end within {check.seconds} s of the processor"
+        if code == -signal.SIGKILL:
+            return f"{check.name}: no end, and {STALLED_S} s without any use of the processor"
         if code and not why:
             code, why = self._once(check)
             why = why or f"ended with {code}, twice"
