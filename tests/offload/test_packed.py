@@ -119,6 +119,8 @@ def test_a_packed_pool_takes_no_more_blocks_than_have_room(pools: Make) -> None:
     with pytest.raises(UsageError, match=r"41 have at most, 32 as they are"):
         pools(memory_blocks=32, blocks=42)
     assert pools(memory_blocks=32, blocks=41).cpu.tails >= 1
+    with pytest.raises(UsageError, match=r": 0 have at most, 1 as they are"):
+        pools(memory_blocks=1, blocks=1)
     with pytest.raises(UsageError, match="32 as they are"):
         pools(memory_blocks=32, dtype="fp32")  # takes 0.88 of its bytes
     p = pools(memory_blocks=32, dtype="fp32", blocks=35)
