@@ -138,6 +138,13 @@ def test_a_cell_that_is_null_means_the_same_as_a_column_that_is_absent(tmp_path,
     export.db.close()
 
 
+@pytest.mark.skipif(not hasattr(sqlite3.Connection, "getlimit"), reason="Python 3.11 and later limit it")
+def test_no_text_of_an_export_is_longer_than_64_mib(tmp_path):
+    export = nsys_sqlite.Export(make(tmp_path / "a.sqlite", "CREATE TABLE StringIds (id INTEGER, value TEXT)"))
+    assert export.db.getlimit(sqlite3.SQLITE_LIMIT_LENGTH) == 1 << 26
+    export.db.close()
+
+
 def test_overhead_of_both_tools_tables_becomes_labels(tmp_path):
     one = (5 << 24) + 6
     path = make(
