@@ -188,10 +188,10 @@ def test_a_range_that_ends_at_once_at_the_first_moment_has_ended(tmp_path):
         "CREATE TABLE StringIds (id INTEGER, value TEXT)",
         "CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, textId INTEGER, "
         "globalTid INTEGER, domainId INTEGER)",
-        "INSERT INTO NVTX_EVENTS VALUES (0, 0, 59, 'own', NULL, 0, 0)",
+        "INSERT INTO NVTX_EVENTS VALUES (0, 0, 59, 'own', NULL, 0, 0), (1, 9, 59, 'own', NULL, 0, 0)",
     )
     r = open_recording([path])
-    assert r.ranges["end_ns"].tolist() == [0] and not [note for note in r.notes if "never end" in note]
+    assert r.ranges["end_ns"].tolist() == [0, 9] and not [note for note in r.notes if "never end" in note]
 
 
 def test_the_schema_of_an_export_is_told_where_it_says_so(tmp_path):
