@@ -253,7 +253,9 @@ def test_a_cell_without_a_tail_is_refused_and_harms_no_neighbour(pools: Make) ->
     """What a kernel must do, whatever it is told."""
     p = pools(gpu_blocks=8)
     p.cpu.write(0, 1, content(16384, "bf16", 1))
+    assert p.cpu.tails_left == p.cpu.tails  # what it did not need is free again
     p.cpu.write(0, 2, content(16384, "random", 2))
+    assert p.cpu.tails_left == p.cpu.tails - 1
     with p.engine() as engine:
         engine.load([2], [2]).wait()
         p.cpu.cells.notes["summed"][2] = 1  # its tail's number is gone
