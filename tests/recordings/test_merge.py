@@ -8,7 +8,7 @@ import pytest
 from queue_model import simulate
 
 from kvprobe.recordings import open_apart, open_recording
-from kvprobe.recordings.merge import NO_CLOCK, ONE_BY_ONE, merge, recorded, shifted
+from kvprobe.recordings.merge import NO_CLOCK, ONE_BY_ONE, at_once, merge, recorded, shifted
 from kvprobe.recordings.model import Recording
 
 YEAR_NS = 365 * 24 * 3600 * 10**9
@@ -86,3 +86,8 @@ def test_of_three_that_were_not_recorded_at_once_all_begin_with_the_first() -> N
     unnamed.calls.columns["name"][:] = 0
     assert {merged.text(name) for name in merge([alone, unnamed]).calls["name"].tolist()} == {"", alone.names[1]}
     assert (merged.calls["count"] == 1).all() and merged.calls["bytes"].max() == alone.calls["bytes"].max()
+
+
+def test_inputs_that_meet_at_one_moment_were_recorded_together() -> None:
+    assert at_once([(5, 9), (0, 5)]) and at_once([(0, 9), (2, 3), (9, 9)]) and at_once([])
+    assert not at_once([(0, 5), (6, 9)])

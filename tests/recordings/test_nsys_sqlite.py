@@ -165,6 +165,21 @@ def test_overhead_of_both_tools_tables_becomes_labels(tmp_path):
     assert r.labels["label"].tolist() == [Label.BUFFER_FLUSH, Label.OTHER, Label.OTHER]
 
 
+def test_a_process_lasts_from_its_first_moment_to_its_last_in_any_table(tmp_path):
+    calls = "CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER, end INTEGER, globalTid INTEGER, correlationId INTEGER, nameId)"
+    path = make(
+        tmp_path / "a.sqlite",
+        "CREATE TABLE StringIds (id INTEGER, value TEXT)",
+        f"CREATE TABLE {calls}",
+        f"INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (10, 30, {5 << 24}, 1, 1), (50, 55, {6 << 24}, 1, 1)",
+        "CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, textId INTEGER, "
+        "globalTid INTEGER, domainId INTEGER)",
+        f"INSERT INTO NVTX_EVENTS VALUES (20, 90, 59, 'own', NULL, {5 << 24}, 0)",
+    )
+    r = open_recording([path])
+    assert [r.processes[name].tolist() for name in ("pid", "start_ns", "end_ns")] == [[5, 6], [10, 50], [90, 55]]
+
+
 def test_text_kept_in_the_range_itself_is_read(tmp_path):
     path = make(
         tmp_path / "a.sqlite",
