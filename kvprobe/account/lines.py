@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from enum import IntEnum
+from enum import IntEnum, unique
 
 import numpy as np
 
@@ -19,6 +19,7 @@ __all__ = [
 ]
 
 
+@unique
 class Line(IntEnum):
     """Where an instant went. The order is that of the page."""
 
@@ -80,6 +81,7 @@ LINE_TITLES: dict[Line, str] = {
 }
 
 
+@unique
 class Unknown(IntEnum):
     """Why an instant is not known; `key` stands in JSON, `text` on the page."""
 

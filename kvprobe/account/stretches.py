@@ -41,7 +41,7 @@ class Stretches:
         new = np.ones(len(line), dtype=bool)
         new[1:] = (line[1:] != line[:-1]) | (caller[1:] != caller[:-1]) | (detail[1:] != detail[:-1])
         first = np.flatnonzero(new)
-        ends = np.append(begins[first], edges[-1:] if len(edges) else begins[:0])
+        ends = np.append(begins[first], edges[-1:])
         cause = np.full(len(first), NOBODY, dtype=np.int16)
         return cls(
             ends.astype(np.int64),

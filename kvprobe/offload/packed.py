@@ -88,7 +88,7 @@ class PackedPool(BlockPool):
         begin = -(-region.address // ALIGNED) * ALIGNED
         size = region.address + region.bytes - begin
         wanted = int(MORE * region.bytes) // (layers * block_bytes) if blocks is None else blocks
-        most = max(size - len(pieces) * self.tail_bytes, 0) // a_block
+        most = max((size - len(pieces) * self.tail_bytes) // a_block, 0)
         if not 0 < wanted <= most:
             raise UsageError(
                 f"{wanted} blocks of {layers} x {block_bytes} bytes of {dtype} and a reserve have no space in "
@@ -213,7 +213,7 @@ class PackedCells(Cells):
         native.kvp_reserve_unclaim(self.reserve, pieces)
         notes = self.notes[layer * self.a_layer + copy].ctypes.data
         at, place = self.address(layer, copy), ct.byref(self._place)
-        native.kvp_wire_put(number, 1, raw.ctypes.data, self.copy_bytes, at, notes, place)
+        native.kvp_wire_put(number, True, raw.ctypes.data, self.copy_bytes, at, notes, place)
         native.kvp_reserve_end(self.reserve, first, pieces, 0)
 
 

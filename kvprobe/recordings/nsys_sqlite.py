@@ -630,9 +630,8 @@ class _Builder:
             if domains
             else np.zeros(len(wanted), np.int32)
         )
-        style = np.zeros(int(max(_RANGE_STYLES)) + 1, dtype=np.uint8)
-        for number, value in _RANGE_STYLES.items():
-            style[number] = value
+        types, of_type = codes(raw["eventType"][wanted])
+        style = np.array([_RANGE_STYLES[number] for number in types.tolist()], dtype=np.uint8)
         end = raw["end"][wanted]
         return sorted_table(
             "ranges",
@@ -643,7 +642,7 @@ class _Builder:
                 "thread": raw["globalTid"][wanted] & _ID_MASK,
                 "domain": domain,
                 "name": name,
-                "style": style[raw["eventType"][wanted]],
+                "style": style[of_type],
             },
         )
 

@@ -169,6 +169,7 @@ TURNS: list[tuple[Evidence, dict[str, Any], str]] = [
     (PINNED, {"least": 984, "most": 999}, NO),
     (PINNED, {"least": 1_026, "most": 1_040}, FULL),
     (PINNED, {"least": 1_027, "most": 1_041}, NO),
+    (PINNED, {"slow": 1, "lost_ns": 3_000}, FULL),
     (PINNED, {"slow": 0, "lost_ns": 0}, NO),
     # long waits at the depth
     (HELD, {}, FULL),
@@ -248,6 +249,7 @@ TURNS: list[tuple[Evidence, dict[str, Any], str]] = [
     (LIVE, LIKELY | {"top_slow": 8.0, "top_calls": 16.0, "room_odds": 0.34}, NO),
     (LIVE, LIKELY | {"top_slow": 8.0, "top_calls": 24.0, "room_odds": 0.17}, NO),
     (LIVE, LIKELY | {"top_slow": 8.0, "top_calls": 8.0, "room_odds": 9.0}, FULL),
+    (LIVE, LIKELY | {"top_slow": 8.0, "top_calls": 9.0, "room_odds": 3.0}, NO),
     (LIVE, LIKELY | {"top_slow": 9.0, "top_calls": 12.0, "room_odds": 1.0}, FULL),
     (LIVE, {"top_slow": 0.0, "top_calls": 0.0}, NO),
     (LIVE, DEARER, FULL),

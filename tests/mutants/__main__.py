@@ -1,21 +1,23 @@
-"""`python -m tests.mutants [--c N] [--python N] [--seed S] [--file NAME] [NAME...]`: puts bugs in; says which live."""
+"""`python -m tests.mutants [--c N] [--python N] [--seed S] [--file NAME] [--log FILE] [NAME...]`: puts bugs in."""
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import multiprocessing
 import os
-import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import TypeVar
 
-from . import c_source, python_source
-from .checks import Check, Tree, checks_of
-from .mutant import Mutant
+from . import c_source, python_source, worker
+from .checks import Check, checks_of, listed
+from .mutant import ROOT, Mutant
 
 T = TypeVar("T")
 EXPLAINED = Path(__file__).with_name("explained.txt")
@@ -28,10 +30,13 @@ def explained() -> dict[str, str]:
 
 
 def sample(found: Iterable[T], count: int, seed: int) -> list[T]:
-    """So many of them, the same for a seed wherever they stand."""
-    ordered = sorted(found, key=str)
-    random.Random(seed).shuffle(ordered)
-    return ordered[:count]
+    """So many of them by a seed, which are the same ones when others come or go."""
+
+    def drawn(one: T) -> str:
+        name = one.name if isinstance(one, Mutant) else str(one)
+        return hashlib.sha256(f"{seed} {name}".encode()).hexdigest()
+
+    return sorted(found, key=drawn)[:count]
 
 
 def chosen(options: argparse.Namespace) -> list[Mutant]:
@@ -66,6 +71,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="at a time; default: one a core")
     parser.add_argument("--seconds", type=float, default=1e9, help="no more mutants after that")
     parser.add_argument("--list", action="store_true", help="name them and do nothing")
+    parser.add_argument("--log", type=Path, help="keeps each fate here, and does not try again what was caught")
     options = parser.parse_args()
     mutants, known = chosen(options), explained()
     if options.list:
@@ -73,79 +79,76 @@ def main() -> int:
         return 0
     every = {check.name: check for mutant in mutants for check in checks_of(mutant, options.quick)}
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(options.jobs, context, _open, (options.quick,)) as pool:
+    with ProcessPoolExecutor(options.jobs, context, worker.opens, (options.quick,)) as pool:
         try:
-            for said in pool.map(_passes, every.values()):  # what fails without a bug, catches none
-                if said:
-                    print(f"the program as it is does not pass: {said}")
-                    return 2
-            return _try(pool, mutants, known, options.seconds)
+            if said := _fails(pool, list(every.values()), options.log):  # what fails without a bug, catches none
+                print(f"the program as it is does not pass: {said}")
+                return 2
+            return _try(pool, mutants, known, options)
         finally:
-            for _ in pool.map(_close, range(options.jobs)):
+            for _ in pool.map(worker.closes, range(options.jobs)):
                 pass
 
 
-def _try(pool: ProcessPoolExecutor, mutants: list[Mutant], known: dict[str, str], seconds: float) -> int:
+def _try(pool: ProcessPoolExecutor, mutants: list[Mutant], known: dict[str, str], options: argparse.Namespace) -> int:
     """All of them; 1 where one lives that is not explained."""
-    until = time.monotonic() + seconds
-    asked = {pool.submit(_tried, mutant, until): mutant for mutant in mutants}
-    caught = same = left = 0
-    living: list[Mutant] = []
-    for one in as_completed(asked):
+    until = time.monotonic() + options.seconds
+    fates = _kept(options.log)
+    met = {mutant: fates.get(mutant.digest, "") for mutant in mutants}
+    due = [
+        mutant
+        for mutant in sorted(mutants, key=lambda one: one.digest)
+        if options.names or met[mutant] not in _settled(options.quick)
+    ]
+    for one in as_completed(asked := {pool.submit(worker.tried, mutant, until): mutant for mutant in due}):
         mutant, (fate, why, took_s) = asked[one], one.result()
-        same += fate == "same"
-        left += fate == "left"
-        caught += fate == "caught"
+        met[mutant] = fate
         if fate == "lives":
-            living.append(mutant)
             why = f"LIVES{' (explained)' if mutant.name in known else ''}"
         if fate != "left":
             print(f"{mutant} | {why} | {took_s:.0f} s", flush=True)
-    unexplained = sorted((mutant for mutant in living if mutant.name not in known), key=str)
-    tried = caught + len(living)
-    print(f"{tried} mutants, {caught} caught, {len(living)} live, {len(unexplained)} of them not explained")
-    print(
-        f"{same} more do not compile, or compile to the same code{f', {left} were left for lack of time' * bool(left)}"
-    )
+            fate = "passes" if fate == "lives" and options.quick else fate
+            _keep(options.log, {"digest": mutant.digest, "fate": fate, "mutant": str(mutant), "why": why})
+    count = Counter(met.values())
+    living = sorted((mutant for mutant, fate in met.items() if fate in ("lives", "passes")), key=str)
+    unexplained = [mutant for mutant in living if mutant.name not in known]
+    tried = count["caught"] + len(living)
+    print(f"{tried} mutants, {count['caught']} caught, {len(living)} live, {len(unexplained)} of them not explained")
+    lack = f", {count['left']} were left for lack of time" * bool(count["left"])
+    print(f"{count['same']} more do not compile, or compile to the same code{lack}")
     for mutant in unexplained:
         print(f"  {mutant}")
     return bool(unexplained)
 
 
-_tree: Tree | None = None  # of a process of the pool
-_quick = False
+def _fails(pool: ProcessPoolExecutor, checks: list[Check], log: Path | None) -> str | None:
+    """What is wrong with the program as it is; what a log says to be right is not looked at again."""
+    content = hashlib.sha256(b"".join(name.encode() + (ROOT / name).read_bytes() for name in listed()))
+    known = _kept(log)
+    digests = {check: f"{check.name} of {content.hexdigest()[:16]}" for check in checks}
+    due = [check for check in checks if known.get(digests[check]) != "holds"]
+    for check, said in zip(due, pool.map(worker.passes, due), strict=True):
+        if said:
+            return said
+        _keep(log, {"digest": digests[check], "fate": "holds"})
+    return None
 
 
-def _open(quick: bool) -> None:
-    global _tree, _quick
-    _tree, _quick = Tree(), quick
+def _keep(log: Path | None, line: dict[str, str]) -> None:
+    if log:
+        with log.open("a") as out:
+            out.write(json.dumps(line) + "\n")
 
 
-def _close(_: int) -> None:
-    if _tree is not None:
-        _tree.close()
+def _kept(log: Path | None) -> dict[str, str]:
+    """The newest fate of each mutant in a log."""
+    lines = log.read_text().splitlines() if log and log.exists() else []
+    return {each["digest"]: each["fate"] for each in map(json.loads, lines)}
 
 
-def _passes(check: Check) -> str | None:
-    assert _tree is not None
-    return _tree.run(check)
-
-
-def _tried(mutant: Mutant, until: float) -> tuple[str, str, float]:
-    """What became of one: "caught", "lives", "same" as the original, or "left"; why; and how long that took, in s."""
-    assert _tree is not None
-    began = time.monotonic()
-    if began > until:
-        return "left", "", 0.0
-    if not _tree.apply(mutant):
-        return "same", "is no other program", 0.0
-    try:
-        for check in checks_of(mutant, _quick):
-            if why := _tree.run(check):
-                return "caught", why, time.monotonic() - began
-    finally:
-        _tree.restore(mutant)
-    return "lives", "", time.monotonic() - began
+def _settled(quick: bool) -> set[str]:
+    """Fates after which a mutant is not tried again; "passes" only the checks that take seconds."""
+    return {"caught", "same", "lives", "passes"} if quick else {"caught", "same", "lives"}
 
 
 if __name__ == "__main__":

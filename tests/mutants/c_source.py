@@ -48,10 +48,22 @@ OPERATORS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 STATEMENT = re.compile(r"\s+[\w*&(][^{}]*;\s*(/\*.*\*/)?")
 KEPT = re.compile(
-    r"\s*(return|break|continue|goto|else|case|for|while|do|if)\b|\s+[\w*]+ \*?\w+( =|;|\[|,)|.*\bkvp_must\b"
+    r"\s*(return|break|continue|goto|else|case|for|while|do|if|const|struct|static|typedef)\b"
+    r"|\s+[\w*]+ \*?\w+( =|;|\[|,)|.*\bkvp_must\b"
 )
 CONDITION = re.compile(r"\bif \((?P<all>.*)\)(?P<rest> [^()]*;| \{)\s*(/\*.*\*/)?$")
 HEADING = re.compile(r"(?!struct \w+ \{|typedef|enum)[\w *]*?\b(?P<name>\w+)\((?!.*;$)")
+# the smaller or the larger of two: where they are equal either will do, so that < and <= are the same
+CLAMPS = (
+    re.compile(
+        r"if \((?:[^;]* && )?(?P<a>[^;&|]+?)(?P<less> [<>] )(?P<b>[^;&|]+?)\) "
+        r"(?:(?P=a) = (?P=b)|(?P=b) = (?P=a));"
+    ),
+    re.compile(
+        r"(?P<a>[^?:(=;]+?)(?P<less> [<>] )(?P<b>[^?:=;]+?) \? "
+        r"(?:(?P=a) : (?P=b)|(?P=b) : (?P=a))(?![\w\[(.-])"
+    ),
+)
 PACING = Path(__file__).with_name("pacing.txt")
 COMMENT = re.compile(r"/\*.*?\*/|\"[^\"]*\"")
 
@@ -102,8 +114,11 @@ def pacing(name: str) -> dict[str, str]:
 
 def _changed(line: str) -> Iterator[tuple[str, str]]:
     blind = COMMENT.sub(lambda found: "\0" * len(found[0]), line)  # no operator is looked for in there
+    clamps = {found.span("less") for pattern in CLAMPS for found in pattern.finditer(blind)}
     for what, pattern, replacements in OPERATORS:
         for found in re.finditer(pattern, blind):
+            if found.span() in clamps:
+                continue
             for replacement in replacements:
                 yield what, line[: found.start()] + replacement + line[found.end() :]
     if condition := CONDITION.search(blind):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import os
@@ -37,7 +38,10 @@ class Check:
     histories: bool = False
 
 
-HISTORIES = Check("histories", ("1:96", "0:64", "2:32"), 12, histories=True)
+HISTORIES = Check("histories", ("1:96", "0:64", "2:32"), 9, histories=True)
+ENGINE_HISTORIES = Check(  # of a changed Python file, which a process has to import anew
+    "histories", ("-m", "tests.mutants.histories", *HISTORIES.command), 30
+)
 THREADS = Check("threads", ("-m", "tests.simulate", "0", "--threads", "--count", "300"), 40)
 OWN = {  # of C files whose part the engine's histories use only by the way
     name: Check(f"tests/offload/{test}", (*PYTEST, f"tests/offload/{test}"), 120)
@@ -59,7 +63,7 @@ ENGINE = (
 RECORDS = Check("tests/offload/test_records.py", (*PYTEST, "tests/offload/test_records.py"), 60)
 SUITE = Check("tests/offload", (*PYTEST, *(f"tests/offload/{name}" for name in ENGINE)), 240)
 MORE = Check("more histories", ("1:4000", "2:1000", "0:1000"), 300, histories=True)
-STALLED_S = 60  # without any use of the processor
+STALLED_S = 40  # without any use of the processor
 
 
 def checks_of(mutant: Mutant, quick: bool = False) -> list[Check]:
@@ -67,11 +71,29 @@ def checks_of(mutant: Mutant, quick: bool = False) -> list[Check]:
     if mutant.file.endswith(".c"):
         own = OWN.get(Path(mutant.file).name)
         seconds = [own, HISTORIES] if own else [HISTORIES, RECORDS, THREADS]
+        if mutant.file.endswith("cells.c"):
+            seconds.reverse()  # whose own tests take longest
         return seconds if quick else [*seconds, SUITE, MORE]
     tests = python_source.FILES[mutant.file]
     own = Check(" ".join(tests), (*PYTEST, *tests), 240)
     with_engine = mutant.file.startswith("kvprobe/offload/")
-    return [own, HISTORIES] if with_engine else [own]
+    return [own, ENGINE_HISTORIES] if with_engine else [own]
+
+
+def _code(text: str) -> str:
+    """What Python makes of a file; empty: it is none."""
+    try:
+        return ast.dump(ast.parse(text))
+    except SyntaxError:
+        return ""
+
+
+def listed() -> list[str]:
+    """The repository's files that a check may need."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
+    apart = ("reports/", "docs/", "benchmarks/", "tests/mutants/")
+    return [name for name in names if name and (ROOT / name).is_file() and not name.startswith(apart)]
 
 
 class Tree:
@@ -85,12 +107,9 @@ class Tree:
         """
         self._folder = tempfile.TemporaryDirectory(prefix="kvprobe-mutants-")
         self.root = Path(self._folder.name)
-        listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-        names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\0")
-        for name in names:
-            if name and (ROOT / name).is_file() and not name.startswith(("reports/", "docs/", "benchmarks/")):
-                (self.root / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(ROOT / name, self.root / name)
+        for name in (*listed(), *(f"tests/mutants/{path.name}" for path in Path(__file__).parent.glob("*.py"))):
+            (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, self.root / name)
         self.native = self.root / "kvprobe" / "native"
         (self.native / "lib").mkdir(exist_ok=True)
         for path in build.build():
@@ -123,7 +142,7 @@ class Tree:
         path.write_text(mutant.text)
         os.utime(path, (0, 0))  # nobody builds it again
         if not mutant.file.endswith(".c"):
-            return True
+            return _code(mutant.text) not in ("", _code((ROOT / mutant.file).read_text()))
         changed = self.root / "changed"
         shutil.rmtree(changed, ignore_errors=True)
         changed.mkdir()
@@ -149,6 +168,10 @@ class Tree:
         A failure that names no history, no test and no report may be the machine's: it counts where it comes again.
         """
         code, why = self._once(check)
+        if code == -signal.SIGXCPU:
+            return f"{check.name}: no end within {check.seconds} s of the processor"
+        if code == -signal.SIGKILL:
+            return f"{check.name}: no end, and {STALLED_S} s without any use of the processor"
         if code and not why:
             code, why = self._once(check)
             why = why or f"ended with {code}, twice"

@@ -30,6 +30,11 @@ class Mutant:
     name: str
     text: str = dataclasses.field(repr=False)
 
+    @property
+    def digest(self) -> str:
+        """Of its name and of the whole file that it makes: another one where anything in the file is another."""
+        return hashlib.sha256(f"{self.name}|{self.text}".encode()).hexdigest()[:16]
+
     def __str__(self) -> str:
         return f"{self.name} {self.file}:{self.line} {self.what}: {self.old}  ->  {self.new or '(nothing)'}"
 

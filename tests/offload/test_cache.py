@@ -105,3 +105,16 @@ def test_nothing_is_given_behind_a_key_that_got_no_block():
     asked = []
     cache._eviction.victim = lambda may_go, key: asked.append(key)  # nothing may go
     assert cache.begin_store(["a", "b", "c"]) == [("a", 0)] and asked == ["b"]
+
+
+def test_what_was_evicted_is_counted_whoever_asked_for_it():
+    cache = BlockCache(3)
+    cache.begin_store(["a", "b", "c"])
+    cache.end(["a", "b", "c"])
+    assert cache.evictions == 0
+    assert len(cache.give_up(2)) == 2 and cache.evictions == 2
+    cache.begin_store(["d", "e"])
+    cache.end(["d", "e"])
+    assert cache.evictions == 2  # there were blocks that nobody had
+    cache.begin_store(["f"])
+    assert cache.evictions == 3

@@ -33,6 +33,7 @@ def test_a_follower_waits_until_its_leader_is_done_and_then_loads_nothing():
     assert d.ended(["a", "b"]) == ["follower"]
     assert d.lookup("follower", [], everything) == 0  # both are on the GPU now
     assert (d.stats.avoided_bytes, d.stats.waited_ns, d.waiting) == (20, 50, [])
+    assert (d.stats.waits, d.stats.gave_up, d.stats.redundant_bytes, d.stats.switches) == (1, 0, 0, [])
 
 
 def test_after_a_failed_leader_one_follower_loads_and_the_others_wait_for_it():

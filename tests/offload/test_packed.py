@@ -119,6 +119,8 @@ def test_a_packed_pool_takes_no_more_blocks_than_have_room(pools: Make) -> None:
     with pytest.raises(UsageError, match=r"41 have at most, 32 as they are"):
         pools(memory_blocks=32, blocks=42)
     assert pools(memory_blocks=32, blocks=41).cpu.tails >= 1
+    with pytest.raises(UsageError, match=r": 0 have at most, 1 as they are"):
+        pools(memory_blocks=1, blocks=1)
     with pytest.raises(UsageError, match="32 as they are"):
         pools(memory_blocks=32, dtype="fp32")  # takes 0.88 of its bytes
     p = pools(memory_blocks=32, dtype="fp32", blocks=35)
@@ -251,7 +253,9 @@ def test_a_cell_without_a_tail_is_refused_and_harms_no_neighbour(pools: Make) ->
     """What a kernel must do, whatever it is told."""
     p = pools(gpu_blocks=8)
     p.cpu.write(0, 1, content(16384, "bf16", 1))
+    assert p.cpu.tails_left == p.cpu.tails  # what it did not need is free again
     p.cpu.write(0, 2, content(16384, "random", 2))
+    assert p.cpu.tails_left == p.cpu.tails - 1
     with p.engine() as engine:
         engine.load([2], [2]).wait()
         p.cpu.cells.notes["summed"][2] = 1  # its tail's number is gone

@@ -17,6 +17,7 @@ import pytest
 from kvprobe.errors import RecordingError
 from kvprobe.instrument import event_log
 from kvprobe.native.library import Record, RingOptions, core
+from kvprobe.probe.ring_layout import FILE
 from kvprobe.recordings import open_recording, parquet
 from kvprobe.recordings.model import CallKind, Direction, Label, Memory, Table
 from kvprobe.reporting.recorded import view
@@ -314,3 +315,18 @@ def test_what_the_environment_says_of_launch_queues_is_a_fact(tmp_path: Path, en
     write(tmp_path / "ring-1.kvp", "interposer", [copy(1_000)])
     machine = open_recording(tmp_path).machine
     assert (machine.get("queue_scale"), machine.get("channels")) == (scale, channels)
+
+
+def test_calls_that_no_section_could_take_belong_to_their_process(tmp_path: Path) -> None:
+    for number, name in enumerate("ab"):
+        write(tmp_path / f"{name}.kvp", "interposer", [copy(1000 * (1 + number))])
+    raw = bytearray((tmp_path / "b.kvp").read_bytes())
+    header = np.frombuffer(raw, FILE, 1)[0]
+    header["over_count"][1], header["over_bytes"][1], header["over_dur_ns"][1] = 3, 192, 5000
+    (tmp_path / "b.kvp").write_bytes(raw)
+    r = open_recording([tmp_path / "a.kvp", tmp_path / "b.kvp"])
+    second = int(r.calls["process"][r.calls["start_ns"] == 2000][0])
+    (row,) = np.flatnonzero(r.totals["calls"] == 3)
+    columns = ("process", "thread", "stream", "copies", "bytes", "dur_ns", "max_ns", "errors")
+    assert [int(r.totals[column][row]) for column in columns] == [second, -1, -1, 3, 192, 5000, 0, 0]
+    assert r.text(int(r.totals["name"][row])) == "cudaMemcpyAsync" and r.totals["kind"][row] == CallKind.COPY

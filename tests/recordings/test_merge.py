@@ -11,6 +11,7 @@ from kvprobe.recordings import open_apart, open_recording
 from kvprobe.recordings.merge import (
     NO_CLOCK,
     ONE_BY_ONE,
+    at_once,
     different_runs,
     merge,
     recorded,
@@ -115,3 +116,18 @@ def test_ranks_of_one_job_are_one_run_though_their_hosts_clocks_differ() -> None
     assert different_runs(ranks(0, YEAR_NS, first="H100", second="H100")) == ""
     assert different_runs(ranks(0, 0, rank=False)) == ""
     assert different_runs(ranks(None, None, rank=False)) == "", "nothing says so"
+
+
+def test_inputs_that_meet_at_one_moment_were_recorded_together() -> None:
+    assert at_once([(5, 9), (0, 5)]) and at_once([(0, 9), (2, 3), (9, 9)]) and at_once([])
+    assert not at_once([(0, 5), (6, 9)])
+
+
+def test_facts_of_later_inputs_are_added_and_those_that_differ_are_named() -> None:
+    one, two = at(None, 0), at(None, 1)
+    one.machine, one.machine_how = {"gpu": "one", "cpu": "same"}, {"gpu": "seen", "cpu": "seen"}
+    two.machine, two.machine_how = {"gpu": "two", "cpu": "same", "os": "new"}, {"gpu": "told", "os": "told"}
+    whole = merge([one, two])
+    assert whole.machine == {"gpu": "one", "cpu": "same", "os": "new"}
+    assert whole.machine_how == {"gpu": "seen", "cpu": "seen", "os": "told"}
+    assert [note for note in whole.notes if "differ" in note] == ["inputs differ in gpu: one and two"]

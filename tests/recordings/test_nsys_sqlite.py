@@ -115,6 +115,74 @@ def test_missing_tables_and_columns_count_as_no_such_events(tmp_path):
     assert not r.has_executions and any("inferred" in note for note in r.notes)
 
 
+NOTHING = ("start", "end", "bytes", "copyKind", "returnValue", "priority", "flag", "domainId")
+NOT_KNOWN = {"copyCount": 1, "srcKind": 7, "dstKind": 7, "memKind": 7}  # CUPTI: memory of a kind that it does not know
+
+
+def absent(table: str, column: str) -> int:
+    if (table, column) == ("NVTX_EVENTS", "end"):
+        return -1  # it never ends
+    if column in NOTHING or column.startswith(("global", "event")):
+        return 0
+    return NOT_KNOWN.get(column, -1)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_cell_that_is_null_means_the_same_as_a_column_that_is_absent(tmp_path, there):
+    made = []
+    for table, columns in nsys_sqlite.COLUMNS.items():
+        names = list(columns) if there else sorted({"start", "end"} & set(columns)) or list(columns)[:1]
+        made.append(f"CREATE TABLE {table} ({', '.join(f'{name} INTEGER' for name in [*names, 'other'])})")
+        made.append(f"INSERT INTO {table} (other) VALUES (1), (2)")
+    export = nsys_sqlite.Export(make(tmp_path / "a.sqlite", *made))
+    for table, columns in nsys_sqlite.COLUMNS.items():
+        read = {name: column.tolist() for name, column in export.columns(table).items()}
+        assert read == {name: [absent(table, name)] * 2 for name in columns}, table
+    export.db.close()
+
+
+@pytest.mark.skipif(not hasattr(sqlite3.Connection, "getlimit"), reason="Python 3.11 and later limit it")
+def test_no_text_of_an_export_is_longer_than_64_mib(tmp_path):
+    export = nsys_sqlite.Export(make(tmp_path / "a.sqlite", "CREATE TABLE StringIds (id INTEGER, value TEXT)"))
+    assert export.db.getlimit(sqlite3.SQLITE_LIMIT_LENGTH) == 1 << 26
+    export.db.close()
+
+
+def test_overhead_of_both_tools_tables_becomes_labels(tmp_path):
+    one = (5 << 24) + 6
+    path = make(
+        tmp_path / "a.sqlite",
+        "CREATE TABLE StringIds (id INTEGER, value TEXT)",
+        "INSERT INTO StringIds VALUES (1, 'cuda_profiler'), (2, 'CUPTI_BUFFER_FLUSH')",
+        "CREATE TABLE ENUM_CUPTI_OVERHEAD_TYPE (id INTEGER, name TEXT)",
+        "INSERT INTO ENUM_CUPTI_OVERHEAD_TYPE VALUES (3, 'CUPTI_OVERHEAD_BUFFER_FLUSH'), (4, 'of no kind we know')",
+        "CREATE TABLE CUPTI_ACTIVITY_KIND_OVERHEAD (start INTEGER, end INTEGER, globalTid INTEGER, "
+        "correlationId INTEGER, nameId INTEGER, overheadType INTEGER)",
+        f"INSERT INTO CUPTI_ACTIVITY_KIND_OVERHEAD VALUES (10, 30, {one}, 9, 1, 3), (40, 50, {one}, NULL, 1, 4)",
+        "CREATE TABLE PROFILER_OVERHEAD (start INTEGER, end INTEGER, globalTid INTEGER, nameId INTEGER)",
+        f"INSERT INTO PROFILER_OVERHEAD VALUES (20, 25, {one}, 1)",
+    )
+    r = open_recording([path])
+    assert r.labels["start_ns"].tolist() == [10, 20, 40] and r.labels["end_ns"].tolist() == [30, 25, 50]
+    assert r.labels["correlation"].tolist() == [9, -1, -1] and r.labels["thread"].tolist() == [6, 6, 6]
+    assert r.labels["label"].tolist() == [Label.BUFFER_FLUSH, Label.OTHER, Label.OTHER]
+
+
+def test_a_process_lasts_from_its_first_moment_to_its_last_in_any_table(tmp_path):
+    calls = "CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER, end INTEGER, globalTid INTEGER, correlationId INTEGER, nameId)"
+    path = make(
+        tmp_path / "a.sqlite",
+        "CREATE TABLE StringIds (id INTEGER, value TEXT)",
+        f"CREATE TABLE {calls}",
+        f"INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (10, 30, {5 << 24}, 1, 1), (50, 55, {6 << 24}, 1, 1)",
+        "CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, textId INTEGER, "
+        "globalTid INTEGER, domainId INTEGER)",
+        f"INSERT INTO NVTX_EVENTS VALUES (20, 90, 59, 'own', NULL, {5 << 24}, 0)",
+    )
+    r = open_recording([path])
+    assert [r.processes[name].tolist() for name in ("pid", "start_ns", "end_ns")] == [[5, 6], [10, 50], [90, 55]]
+
+
 def test_text_kept_in_the_range_itself_is_read(tmp_path):
     path = make(
         tmp_path / "a.sqlite",
@@ -129,7 +197,31 @@ def test_text_kept_in_the_range_itself_is_read(tmp_path):
     assert [r.text(n) for n in r.ranges["name"]] == ["own", "by id"]
     assert [r.text(n) for n in r.ranges["domain"]] == ["", "domain"]
     assert r.ranges["end_ns"].tolist() == [8, 9] and r.ranges["style"].tolist() == [0, 1]
-    assert any("never end" in note for note in r.notes)
+    assert [note for note in r.notes if note.startswith("1 NVTX ranges never end")]
+
+
+def test_a_range_that_ends_at_once_at_the_first_moment_has_ended(tmp_path):
+    path = make(
+        tmp_path / "a.sqlite",
+        "CREATE TABLE StringIds (id INTEGER, value TEXT)",
+        "CREATE TABLE NVTX_EVENTS (start INTEGER, end INTEGER, eventType INTEGER, text TEXT, textId INTEGER, "
+        "globalTid INTEGER, domainId INTEGER)",
+        "INSERT INTO NVTX_EVENTS VALUES (0, 0, 59, 'own', NULL, 0, 0), (1, 9, 59, 'own', NULL, 0, 0)",
+    )
+    r = open_recording([path])
+    assert r.ranges["end_ns"].tolist() == [0, 9] and not [note for note in r.notes if "never end" in note]
+
+
+def test_the_schema_of_an_export_is_told_where_it_says_so(tmp_path):
+    strings, meta = "CREATE TABLE StringIds (id INTEGER, value TEXT)", "(name TEXT, value TEXT)"
+    one = make(
+        tmp_path / "a.sqlite",
+        strings,
+        f"CREATE TABLE META_DATA_EXPORT {meta}",
+        "INSERT INTO META_DATA_EXPORT VALUES ('EXPORT_SCHEMA_VERSION', '3.24'), ('EXPORT_PRODUCT_VERSION', '2026.1')",
+    )
+    assert open_recording([one]).source[0].tool == "Nsight Systems 2026.1 (schema 3.24)"
+    assert open_recording([make(tmp_path / "b.sqlite", strings)]).source[0].tool == "Nsight Systems"
 
 
 def test_a_view_in_place_of_a_table_is_never_evaluated(tmp_path):

@@ -161,9 +161,13 @@ KVP_EXPORT int cuStreamGetCtx(cudaStream_t stream, const void **context) {
 /* The function handle is the kernel's address, as for cudaLaunchKernel, or one of cuModuleGetFunction. */
 KVP_EXPORT int cuLaunchKernel(void *fn, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                               unsigned shared_bytes, cudaStream_t stream, void **params, void **extra) {
-    (void)gy, (void)gz, (void)bx, (void)by, (void)bz, (void)shared_bytes, (void)extra;
+    (void)shared_bytes, (void)extra;
     KVH_ENTER(cuLaunchKernel, stream);
-    if (kvh_is_copy_kernel(fn)) KVH_LEAVE(kvh_launch_copy_kernel(c, fn, gx, params, stream));
+    if (!gx || !gy || !gz || !bx || !by || !bz) KVH_LEAVE(cudaErrorInvalidValue);
+    if (kvh_is_copy_kernel(fn)) { /* CTAs and threads in a row: others would do the same once more, beside it */
+        bool row = gy == 1 && gz == 1 && by == 1 && bz == 1;
+        KVH_LEAVE(row ? kvh_launch_copy_kernel(c, fn, gx, params, stream) : cudaErrorInvalidValue);
+    }
     KVH_LEAVE(kvh_launch(c, fn, params, stream));
 }
 

@@ -95,25 +95,23 @@ uint64_t kvp_take_ended(kvp_submitter *s, uint64_t *ids, uint64_t max) {
 
 /* ---- markers --------------------------------------------------------------------------------------------------- */
 
-/* 1: reached, 0: not yet, below 0: the device does not answer. */
-static int reached(kvp_submitter *s, const struct marker *m) {
+/* Whether the device has reached it; `lost`: CUDA's code where it does not answer any more, else 0. */
+static bool reached(kvp_submitter *s, const struct marker *m, int *lost) {
     int code = m->event ? CALL(s, event_query, handle_fn)(m->event) : NOT_READY + 1;
-    if (code == NOT_READY) return 0;
-    if (!code) {
-        s->bad_queries = 0;
-        return 1;
+    *lost = 0;
+    if (code == NOT_READY) return false;
+    if (code) { /* one failing query says nothing about the copies: ask the stream itself, and ask again */
+        if (m->event) kvp_clear_error(s);
+        code = CALL(s, stream_query, handle_fn)(m->stream);
+        if (code == NOT_READY) return false;
+        if (code) {
+            kvp_clear_error(s);
+            if (++s->bad_queries >= BAD_QUERIES) *lost = code;
+            return false;
+        }
     }
-    /* One failing query says nothing about the copies: ask the stream itself, and ask again. */
-    if (m->event) kvp_clear_error(s);
-    int second = CALL(s, stream_query, handle_fn)(m->stream);
-    if (second == NOT_READY) return 0;
-    if (!second) {
-        s->bad_queries = 0;
-        return 1;
-    }
-    kvp_clear_error(s);
-    if (++s->bad_queries < BAD_QUERIES) return 0;
-    return -second;
+    s->bad_queries = 0;
+    return true;
 }
 
 /* When its copies began: once they were there and those before them had ended. */
@@ -190,12 +188,11 @@ void kvp_retire(kvp_submitter *s, int d, uint64_t now) {
     struct direction *dir = &s->direction[d];
     while (!line_empty(&dir->line)) {
         struct marker *m = &dir->line.marker[dir->line.head % MARKERS];
-        int is = reached(s, m);
-        if (is < 0) {
-            kvp_lose(s, -is, KVP_FAULT_DEVICE);
+        int lost;
+        if (!reached(s, m, &lost)) {
+            if (lost) kvp_lose(s, lost, KVP_FAULT_DEVICE);
             return;
         }
-        if (!is) return;
         uint64_t end = kvp_device_ns(s, m->event), start = start_ns(s, m, &dir->line);
         if (end && start > end) start = end; /* this thread lost its CPU behind the call */
         if (end && dir->rate) note_start(dir, m, start, end, now);
@@ -229,9 +226,7 @@ void kvp_retire_shared(kvp_submitter *s, int d) {
     int lost = 0;
     while (!line_empty(&dir->shared)) {
         struct marker *m = &dir->shared.marker[dir->shared.head % MARKERS];
-        int is = reached(s, m);
-        if (is < 0) lost = -is;
-        if (is <= 0) break;
+        if (!reached(s, m, &lost)) break;
         uint64_t end = kvp_device_ns(s, m->event);
         start_of(m, &dir->shared, dir->inlined, start_ns(s, m, &dir->shared), end);
         atomic_fetch_sub(&dir->shared_places, m->places);

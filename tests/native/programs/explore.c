@@ -9,7 +9,8 @@ enum {
     STEP_NS = 100,
     STEPS_MOST = 4000000,
     NAP_NS = 1000000,
-    LOCKS_MOST = 64
+    LOCKS_MOST = 64,
+    AWAKE_MOST = 200000 /* yields of a thread that has not slept between */
 }; /* a nap may end whoever goes on */
 enum state { GONE, GOES, LOCKS, SLEEPS, JOINS };
 
@@ -19,7 +20,7 @@ struct thread {
     pthread_cond_t turn;
     const void *on; /* a mutex or a word */
     uint64_t until;
-    int ran_out;
+    int ran_out, awake;
     void *(*begin)(void *);
     void *arg;
 };
@@ -87,13 +88,14 @@ static void others(int gone) {
 void kvp_explore_yield(void) {
     if (self < 0) return;
     now_ns += STEP_NS;
+    if (++threads[self].awake > AWAKE_MOST) explore_fail("a thread goes round and round, and does not sleep");
     if (count > 1 && explore_below(16) == 0) pass_time(NAP_NS, 0);
     if (count > 1 && explore_below(one_of) == 0) others(0);
 }
 
 static void wait_as(enum state state, const void *on, uint64_t until) {
     struct thread *t = &threads[self];
-    t->state = state, t->on = on, t->until = until, t->ran_out = 0;
+    t->state = state, t->on = on, t->until = until, t->ran_out = t->awake = 0;
     others(0);
 }
 
