@@ -255,3 +255,9 @@ def test_operators_and_annotations_are_told_apart(shared):
     r = shared.open("v100")
     assert (r.ranges["style"] == RangeStyle.OPERATOR).sum() == 23910
     assert (r.ranges["style"] == RangeStyle.ANNOTATION).sum() == 70
+
+
+@pytest.mark.parametrize(("stated", "rank"), [(0, 0), (2, 2), (None, 3), (-1, 3), (1 << 31, 3)])
+def test_the_rank_that_a_trace_states_counts_before_the_one_in_its_name(tmp_path, stated, rank):
+    path = write(tmp_path / "rank-3.json", [event(ts=1.0, correlation=5)], {"distributedInfo": {"rank": stated}})
+    assert open_recording([path]).processes["rank"].tolist() == [rank]
