@@ -256,6 +256,7 @@ def test_no_bytes_are_put_where_no_block_is(pools: Make, layer: int, block: int 
     with pytest.raises(UsageError, match=f"block {number} of layer {layer} cannot hold these 16384 bytes"):
         p.cpu.write(layer, number, content(16384, "bf16", 1))
     p.cpu.write(1, p.cpu.blocks - 1, content(16384, "bf16", 1))
+    p.cpu.write(0, 0, content(16384, "bf16", 1))
     with pytest.raises(UsageError, match="cannot hold these 16383 bytes"):
         p.cpu.write(0, 0, content(16384, "bf16", 1)[1:])
 
