@@ -249,6 +249,18 @@ def test_a_tail_stays_with_its_cell_while_any_store_to_it_is_on_its_way(pools: M
     assert (p.cpu.tails_left, int(notes["summed"][3, 0] >> 1)) == (p.cpu.tails, 0)
 
 
+@pytest.mark.parametrize(("layer", "block"), [(-1, 0), (2, 0), (0, -1), (0, "all")])
+def test_no_bytes_are_put_where_no_block_is(pools: Make, layer: int, block: int | str) -> None:
+    p = pools(gpu_blocks=8, layers=2)
+    number = p.cpu.blocks if block == "all" else int(block)
+    with pytest.raises(UsageError, match=f"block {number} of layer {layer} cannot hold these 16384 bytes"):
+        p.cpu.write(layer, number, content(16384, "bf16", 1))
+    p.cpu.write(1, p.cpu.blocks - 1, content(16384, "bf16", 1))
+    p.cpu.write(0, 0, content(16384, "bf16", 1))
+    with pytest.raises(UsageError, match="cannot hold these 16383 bytes"):
+        p.cpu.write(0, 0, content(16384, "bf16", 1)[1:])
+
+
 def test_a_cell_without_a_tail_is_refused_and_harms_no_neighbour(pools: Make) -> None:
     """What a kernel must do, whatever it is told."""
     p = pools(gpu_blocks=8)

@@ -255,3 +255,21 @@ def test_operators_and_annotations_are_told_apart(shared):
     r = shared.open("v100")
     assert (r.ranges["style"] == RangeStyle.OPERATOR).sum() == 23910
     assert (r.ranges["style"] == RangeStyle.ANNOTATION).sum() == 70
+
+
+@pytest.mark.parametrize(("stated", "rank"), [(0, 0), (2, 2), (None, 3), (-1, 3), (1 << 31, 3)])
+def test_the_rank_that_a_trace_states_counts_before_the_one_in_its_name(tmp_path, stated, rank):
+    path = write(tmp_path / "rank-3.json", [event(ts=1.0, correlation=5)], {"distributedInfo": {"rank": stated}})
+    assert open_recording([path]).processes["rank"].tolist() == [rank]
+
+
+def test_a_stream_has_the_channel_that_all_its_operations_name(tmp_path):
+    named = [(7, 3), (7, 3), (9, 4), (9, 5), (11, None), (13, 0)]
+    events = [event(ts=1.0, correlation=1)]
+    for number, (stream, channel) in enumerate(named):
+        more = {} if channel is None else {"channel": channel}
+        copy = "Memcpy HtoD (Pinned -> Device)"
+        events.append(event(copy, "gpu_memcpy", ts=10.0 * (1 + number), stream=stream, device=0, bytes=64, **more))
+    r = open_recording([write(tmp_path / "t.json", events)])
+    channels = dict(zip(r.streams["handle"].tolist(), r.streams["channel"].tolist(), strict=True))
+    assert channels == {7: 3, 9: -1, 11: -1, 13: 0}

@@ -18,9 +18,11 @@ from kvprobe.errors import RecordingError
 from kvprobe.instrument import event_log
 from kvprobe.native.library import Record, RingOptions, core
 from kvprobe.probe.ring_layout import FILE
-from kvprobe.recordings import open_recording, parquet
+from kvprobe.recordings import kvprobe_run, open_recording, parquet
 from kvprobe.recordings.model import CallKind, Direction, Label, Memory, Table
+from kvprobe.recordings.run_processes import Process
 from kvprobe.reporting.recorded import view
+from kvprobe.runfolder.folder import RunFolder
 
 
 def in_child(work: Callable[[], None]) -> int:
@@ -318,15 +320,24 @@ def test_what_the_environment_says_of_launch_queues_is_a_fact(tmp_path: Path, en
 
 
 def test_calls_that_no_section_could_take_belong_to_their_process(tmp_path: Path) -> None:
-    for number, name in enumerate("ab"):
+    for number, name in enumerate("abc"):
         write(tmp_path / f"{name}.kvp", "interposer", [copy(1000 * (1 + number))])
-    raw = bytearray((tmp_path / "b.kvp").read_bytes())
+    raw = bytearray((tmp_path / "c.kvp").read_bytes())
     header = np.frombuffer(raw, FILE, 1)[0]
     header["over_count"][1], header["over_bytes"][1], header["over_dur_ns"][1] = 3, 192, 5000
-    (tmp_path / "b.kvp").write_bytes(raw)
-    r = open_recording([tmp_path / "a.kvp", tmp_path / "b.kvp"])
-    second = int(r.calls["process"][r.calls["start_ns"] == 2000][0])
+    (tmp_path / "c.kvp").write_bytes(raw)
+    r = open_recording([tmp_path / f"{name}.kvp" for name in "abc"])
+    third = int(r.calls["process"][r.calls["start_ns"] == 3000][0])
     (row,) = np.flatnonzero(r.totals["calls"] == 3)
     columns = ("process", "thread", "stream", "copies", "bytes", "dur_ns", "max_ns", "errors")
-    assert [int(r.totals[column][row]) for column in columns] == [second, -1, -1, 3, 192, 5000, 0, 0]
+    assert [int(r.totals[column][row]) for column in columns] == [third, -1, -1, 3, 192, 5000, 0, 0]
     assert r.text(int(r.totals["name"][row])) == "cudaMemcpyAsync" and r.totals["kind"][row] == CallKind.COPY
+
+
+@pytest.mark.parametrize(
+    ("named", "command"),
+    [("ray::Worker busy", "ray::Worker busy"), ("python a.py b", "python a.py"), ("", "python a.py")],
+)
+def test_a_process_that_named_itself_has_that_name(tmp_path: Path, named: str, command: str) -> None:
+    process = Process(1, RunFolder(tmp_path), checkin={"argv": ["python", "a.py"]}, named=named)
+    assert kvprobe_run._command(process) == command
