@@ -31,7 +31,7 @@ DID = {
     Line.PYTHON: "was in Python, outside of CUDA calls",
     Line.NO_CPU: "had no CPU",
     Line.TIER: "read or wrote files or sockets",
-    Line.ELSEWHERE: "was in other CUDA calls",
+    Line.ELSEWHERE: "was in other code",
 }
 SHOWN_BY = (
     "Record with `kvprobe run --nsys` or `nsys profile -t cuda,nvtx,osrt`, which show where the thread sleeps, or mark "

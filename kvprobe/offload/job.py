@@ -38,16 +38,16 @@ class Refusal(IntEnum):
     NO_ROOM = -8  # a packed pool has too few tails left for a store
 
 
-class Progress(IntEnum):
-    """`enum kvp_progress`: how far a run of submissions in the caller's thread came."""
+class RunEnd(IntEnum):
+    """`enum kvp_run_end`: how far a run of submissions in the caller's thread came."""
 
     MORE_IS_LEFT = 0
     ALL_SUBMITTED = 1
     COPY_FAILED = 2
 
 
-class Waited(IntEnum):
-    """`enum kvp_waited`: why a wait for a job came back."""
+class WaitEnd(IntEnum):
+    """`enum kvp_wait_end`: why a wait for a job came back."""
 
     WOULD_NEVER_END = -2
     LOOK_AT_SIGNALS = -1
@@ -272,11 +272,11 @@ def wait_for(owner: Owner, job: Job[Any] | None, timeout_s: float | None = None)
     while (handle := owner._handle) is not None:
         left_ns = _NO_LIMIT if limit_ns is None else max(limit_ns - native.kvp_now_ns(), 0)
         code = native.kvp_job_wait(handle, address, left_ns)
-        if code == Waited.HAS_ENDED:
+        if code == WaitEnd.HAS_ENDED:
             return
-        if code == Waited.TIME_RAN_OUT:
+        if code == WaitEnd.TIME_RAN_OUT:
             raise TransferError(f"{name_of(job)} did not end within {timeout_s} s")
-        if code == Waited.WOULD_NEVER_END:
+        if code == WaitEnd.WOULD_NEVER_END:
             raise TransferError(f"{name_of(job)} would never end: nothing outstanding can complete it")
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvprobe.launchqueue import Slowness, SubmissionRun
 from kvprobe.native.library import DETAIL, SubmitOptions, SubmitResult, core
-from kvprobe.offload.job import DIRECTION, Progress
+from kvprobe.offload.job import DIRECTION, RunEnd
 from kvprobe.probe.nvtx_ranges import listening
 from kvprobe.probe.ring import PAGEABLE, PINNED
 
@@ -73,7 +73,7 @@ class SharedSubmission:
                     gap = result.start_ns - run_end_ns if run_end_ns else 0
                     self._judge(transfer, result, outstanding.value, gap, bool(code))
                 run_end_ns = result.end_ns
-                if code != Progress.MORE_IS_LEFT:  # where it failed the transfer says so
+                if code != RunEnd.MORE_IS_LEFT:  # where it failed the transfer says so
                     return True
                 if engine.policy != "shared":
                     break

@@ -33,7 +33,7 @@ from kvprobe.native.library import (
     core,
     core_held,
 )
-from kvprobe.offload.job import DIRECTION, Job, Refusal, Waited, broken_by, fence, refused, wait_for
+from kvprobe.offload.job import DIRECTION, Job, Refusal, WaitEnd, broken_by, fence, refused, wait_for
 from kvprobe.offload.methods import DEFAULT_MAX_SLOWDOWN, ExpectedTimes, Methods, copier_for, measure_now, method_table
 from kvprobe.offload.resources import Resources, handles
 
@@ -333,7 +333,7 @@ class Submitter:
         if handle is None or os.getpid() != self._pid:
             return
         if drain:
-            while self._native.kvp_job_wait(handle, None, 2**64 - 1) == Waited.LOOK_AT_SIGNALS:
+            while self._native.kvp_job_wait(handle, None, 2**64 - 1) == WaitEnd.LOOK_AT_SIGNALS:
                 pass
         stats = SubmitterStats()
         self._native.kvp_submitter_read(handle, ct.byref(stats))

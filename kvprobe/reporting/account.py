@@ -76,7 +76,7 @@ THREAD_TITLES = {
     Line.PYTHON: "in Python",
     Line.NO_CPU: "without a CPU",
     Line.TIER: "reading or writing files or sockets",
-    Line.ELSEWHERE: "in other CUDA calls",
+    Line.ELSEWHERE: "in other code",
     Line.NOTHING_TO_DO: "nothing to do",
 }
 

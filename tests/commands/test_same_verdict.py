@@ -102,6 +102,6 @@ def test_run_says_of_its_recording_what_the_other_commands_say(kvprobe, tmp_path
     said = [line.removeprefix("kvprobe: ") for line in done.stderr.splitlines() if line.startswith("kvprobe: ")]
     assert report and report == said[-1 - len(report) : -1]
     word = {"undecided": "Undecided: ", "healthy": "Healthy: "}.get(verdict["state"], verdict["reason"])
-    assert any(line.startswith(word) for line in report)
+    assert any(word in line for line in report)
     assert triage["verdict"] == ("found" if limit["broken"] else "undecided" if limit["undecided"] else "healthy")
     assert triage["verdict"] != "healthy" or program == "copies_that_are_large_enough"

@@ -91,7 +91,7 @@ def test_a_large_copy_is_tried_both_ways_part_by_part(
     assert seen == alone and seen.endswith("0 wrong\n")
     assert min(staged(tmp_path)) >= 1
     said = "\n".join(one["why"] for one in decisions(tmp_path) if one["what"] != "note")
-    for kind in ("loads from 64 MiB", "stores from 64 MiB:", "stores from 64 MiB into memory without pages yet"):
+    for kind in ("loads from 64 MiB", "stores from 64 MiB:", "stores from 64 MiB into memory that has no pages yet"):
         assert f"pageable {kind}" in said, "decided within the first copy"
 
 
@@ -104,7 +104,7 @@ def test_a_part_that_fails_is_not_the_program_s(program: Path, libraries: Path, 
 
 def test_a_load_behind_work_is_left_alone_and_counted(program: Path, libraries: Path, tmp_path: Path) -> None:
     play(program, "gated", 60, **watched(libraries, tmp_path))
-    behind = re.search(r"(\d+) loads behind work", decisions(tmp_path)[-1]["why"])
+    behind = re.search(r"(\d+) loads with work before them", decisions(tmp_path)[-1]["why"])
     assert behind and int(behind[1]) == 15
 
 

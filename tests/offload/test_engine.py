@@ -201,7 +201,7 @@ def test_auto_switches_when_the_shared_queue_fills_and_says_why(bench):
         decision = engine.auto.decisions[0]
         assert (decision.before.policy, decision.after.policy) == ("shared", "pooled")
         assert "blocked with" in decision.reason
-        assert "depth is 128" in decision.reason
+        assert "the queue holds 128" in decision.reason
         seen = engine.detector.saturations[0]
         assert seen.stream == engine.streams["shared"][0]
         assert seen.thread == threading.get_native_id()

@@ -171,10 +171,10 @@ enum kvp_job_refusal {
 };
 
 /* How far kvp_job_inline came with a job. */
-enum kvp_progress { KVP_MORE_IS_LEFT, KVP_ALL_SUBMITTED, KVP_COPY_FAILED /* `error` of the job: CUDA's code */ };
+enum kvp_run_end { KVP_MORE_IS_LEFT, KVP_ALL_SUBMITTED, KVP_COPY_FAILED /* `error` of the job: CUDA's code */ };
 
 /* Why kvp_job_wait came back. */
-enum kvp_waited {
+enum kvp_wait_end {
     KVP_WOULD_NEVER_END = -2, /* nothing that is outstanding can end it (virtual clock) */
     KVP_LOOK_AT_SIGNALS = -1, /* it slept 100 ms or was interrupted: the calling thread should look, and ask again */
     KVP_TIME_RAN_OUT,
@@ -233,7 +233,7 @@ KVP_EXPORT void kvp_job_unused(kvp_submitter *s, kvp_job_status *job);
 KVP_EXPORT int kvp_job_push(kvp_submitter *s, kvp_job_status *job);
 /* Submits (more of) the job in the calling thread to the shared stream, one cudaMemcpyAsync a copy, at most `max`
  * copies, until it is all submitted or what `options` says stops it; `outstanding` receives the operations that stood
- * in the stream when the run began. An `enum kvp_progress`, or a refusal. Only while kvp_inline_free(): else push. */
+ * in the stream when the run began. An `enum kvp_run_end`, or a refusal. Only while kvp_inline_free(): else push. */
 KVP_EXPORT int kvp_job_inline(kvp_submitter *s, kvp_job_status *job, const kvp_submit_options *options, uint64_t max,
                               kvp_submit_result *result, uint64_t *outstanding);
 /* Whether nothing of a direction waits in the submitter: the shared stream may take the next job. */
@@ -243,7 +243,7 @@ KVP_EXPORT void kvp_job_release(kvp_job_status *job);
 
 /* Sleeps until the job has ended (NULL: all jobs have), or timeout_ns of the submitter's clock has passed (UINT64_MAX:
  * no limit). */
-KVP_EXPORT enum kvp_waited kvp_job_wait(kvp_submitter *s, kvp_job_status *job, uint64_t timeout_ns);
+KVP_EXPORT enum kvp_wait_end kvp_job_wait(kvp_submitter *s, kvp_job_status *job, uint64_t timeout_ns);
 /* Makes later work of `stream` wait for the job: at once where it is submitted; else it goes to the front of what the
  * submitter does, with its waits on the device, and the call returns when it is submitted. 0, a cudaError_t, or a
  * refusal; a job that has ended: 0 and nothing is done. */

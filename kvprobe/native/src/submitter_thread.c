@@ -576,7 +576,7 @@ static int over(void *arg) {
     return state >= (a->submitted ? KVP_IN_FLIGHT : KVP_DONE);
 }
 
-static enum kvp_waited wait_for(struct awaited *a, uint64_t timeout_ns) {
+static enum kvp_wait_end wait_for(struct awaited *a, uint64_t timeout_ns) {
     kvp_submitter *s = a->s;
     if (!s->threaded) {
         uint64_t now = kvp_now_ns(), until = timeout_ns < UINT64_MAX - now ? now + timeout_ns : UINT64_MAX;
@@ -584,7 +584,7 @@ static enum kvp_waited wait_for(struct awaited *a, uint64_t timeout_ns) {
         return over(a) ? KVP_HAS_ENDED : KVP_TIME_RAN_OUT;
     }
     uint64_t begin = kvp_now_ns();
-    enum kvp_waited result = KVP_LOOK_AT_SIGNALS;
+    enum kvp_wait_end result = KVP_LOOK_AT_SIGNALS;
     int late = 0;
     atomic_fetch_add(&s->waiters, 1);
     for (;;) {
@@ -608,7 +608,7 @@ static enum kvp_waited wait_for(struct awaited *a, uint64_t timeout_ns) {
     return result;
 }
 
-enum kvp_waited kvp_job_wait(kvp_submitter *s, kvp_job_status *job, uint64_t timeout_ns) {
+enum kvp_wait_end kvp_job_wait(kvp_submitter *s, kvp_job_status *job, uint64_t timeout_ns) {
     struct awaited a = {s, job, 0};
     return wait_for(&a, timeout_ns);
 }
@@ -653,7 +653,7 @@ int kvp_job_fence(kvp_submitter *s, kvp_job_status *job, void *stream) {
             atomic_store(&s->hurrying, 1);
             wake_up(s);
         }
-        enum kvp_waited is = wait_for(&a, UINT64_MAX);
+        enum kvp_wait_end is = wait_for(&a, UINT64_MAX);
         if (is == KVP_LOOK_AT_SIGNALS) return KVP_SIGNALS;
         if (is == KVP_WOULD_NEVER_END) return KVP_STUCK;
     }
