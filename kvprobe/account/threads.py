@@ -88,6 +88,7 @@ class Threads:
     def _silent(self, caller: int, row: int, edges: Array, pieces: Array) -> Array:
         """Of these pauses those in which nothing is seen of the thread, nor of another that works for it."""
         pieces = pieces[~self._seen_at_work(row, edges[pieces], edges[pieces + 1])]
+        pieces = pieces[~self._in_a_step(row, edges[pieces], edges[pieces + 1])]
         return np.asarray(pieces[~self._fed(caller, edges[pieces], edges[pieces + 1])])
 
     def _with_others(self, row: int, start: Array, stop: Array, lines: Array) -> tuple[Array, Array, Array]:
@@ -158,6 +159,13 @@ class Threads:
         mine = (ranges["process"] == joined.process[row]) & (ranges["thread"] == joined.thread[row])
         at = np.sort(np.concatenate((ranges["start_ns"][mine], ranges["end_ns"][mine])))
         return np.asarray(np.searchsorted(at, end, "left") - np.searchsorted(at, start, "right") > 2)
+
+    def _in_a_step(self, row: int, start: Array, end: Array) -> Array:
+        """Mask over pauses: for most of them a step of the process was under way: there was a request."""
+        steps = self.joined.recording.steps
+        mine = steps["process"] == self.joined.process[row]
+        under_way = Cover(steps["start_ns"][mine], steps["end_ns"][mine])
+        return np.asarray(2 * under_way.within(start, end) > end - start)
 
     def _fed(self, caller: int, start: Array, end: Array) -> Array:
         """Mask over pauses: another thread reads in them what a copy of this thread's takes to a GPU."""
