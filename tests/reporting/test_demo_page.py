@@ -79,7 +79,7 @@ def test_busy_cpus_are_said_beside_the_verdict() -> None:
     )
     quick = {**figures["auto"], "submit_p99_ns": 1300.0}
     calm = {**figures, "shared": quick, "switches": 0, "switch_log": []}
-    assert demo.verdict(calm, [starved]).detail.startswith("The CPUs were busy")
+    assert demo.verdict(calm, [starved]).detail.startswith("Other work kept the CPUs busy")
     little = replace(starved, severity="info")
     assert demo.verdict(figures, [little]).detail == demo.verdict(figures).detail
 
