@@ -21,8 +21,11 @@ SHORT_PAUSE_NS = 10_000_000  # the same of a thread that is paused for most of t
 # long as most of those is for something else: it waits for a request, or prepares one.
 UNUSUAL, TURNS = 10, 8
 # Where a thread waits for somebody else to send it something: a request, as far as a GPU is concerned.
-_LISTENS = "recv recvfrom recvmsg recvmmsg accept accept4 poll ppoll select pselect"
-FROM_OUTSIDE = frozenset([*_LISTENS.split(), "epoll_wait", "epoll_pwait", "epoll_pwait2"])
+FROM_OUTSIDE = frozenset(
+    [f"recv{kind}" for kind in ("", "from", "msg", "mmsg")]
+    + ["accept", "accept4", "poll", "ppoll", "select", "pselect"]
+    + [f"epoll_{kind}" for kind in ("wait", "pwait", "pwait2")]
+)
 _STARVED = 0.1  # of a span that the kernel counted: less waiting for a CPU is how every thread runs
 
 
