@@ -245,7 +245,7 @@ def test_late_requests_and_the_split_of_one_are_what_the_command_line_prints(ten
     assert len(late) >= 20 and found["each"] == [late[0], late[-1]]
     assert "no late request is called" in found["nobody"]["error"]
     assert found["none"] == printed("requests", recordings / "kineto_healthy.json.gz")
-    assert found["none"]["served"] is None and "tells no steps" in found["of none"]["error"]
+    assert found["none"]["served"] is None and "shows no steps" in found["of none"]["error"]
 
 
 def most(lines: dict[str, Any]) -> str:

@@ -74,7 +74,7 @@ def test_what_is_kept_goes_before_the_limit_is_reached(
     alone = play(group[0], program, "presses")
     assert alone == ("0 wrong\n", 0)
     assert play(group[0], program, "presses", **watched(libraries, tmp_path, 300 * MIB)) == alone
-    pressed = re.search(r"(\d+) under pressure", noted(tmp_path))
+    pressed = re.search(r"(\d+) when memory was short", noted(tmp_path))
     assert pressed and int(pressed[1]) > 0
 
 
