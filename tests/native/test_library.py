@@ -32,6 +32,9 @@ def test_a_library_of_other_sources_is_refused_with_what_to_do(tmp_path: Path) -
     subprocess.run(
         [*build.compiler(), "-shared", "-fPIC", "-o", str(tmp_path / "libkvprobe.so"), str(other)], check=True
     )
+    for library in build.LIB.glob("*.so"):  # the others are as they should be
+        if not (tmp_path / library.name).exists():
+            (tmp_path / library.name).symlink_to(library)
     done = subprocess.run(
         [sys.executable, "-m", "kvprobe", "bench", "--device", "host", "--seconds", "2"],
         env={**os.environ, "KVPROBE_NATIVE_LIB": str(tmp_path)},
