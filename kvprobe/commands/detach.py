@@ -13,18 +13,22 @@ __all__ = ["command"]
 
 
 @click.command(short_help="End a recording that `kvprobe attach` began.")
-@click.argument("target", metavar="PID|FOLDER")
+@click.argument("target", metavar="PID|NAME|FOLDER")
 def command(target: str) -> None:
     """Stop recording the process PID and its children, and write the report.
 
-    FOLDER is the run folder that `kvprobe attach` printed: kvprobe stops recording all processes of this folder. The
-    processes keep running. A process that has called exec since it was attached is recorded until it ends.
+    NAME is a part of the command line of one process, as `kvprobe attach` takes it. FOLDER is the run folder that
+    `kvprobe attach` printed: kvprobe stops recording all processes of this folder. The processes keep running. A
+    process that has called exec since it was attached is recorded until it ends.
     """
+    from kvprobe.commands.attach import find_process
     from kvprobe.instrument import attach
     from kvprobe.probe import processes
     from kvprobe.runfolder.folder import RunFolder
 
     pid = processes.pid_in(target)
+    if pid is None and target.strip() and "/" not in target and not Path(target).exists():
+        pid = find_process(target)
     folder = attach.recorded_into(pid) if pid is not None else Path(target).absolute()
     if folder is None:
         raise UsageError(f"process {target} is not being recorded: there is nothing to detach from")
