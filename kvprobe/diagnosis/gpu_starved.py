@@ -3,10 +3,10 @@
 Mechanism: scheduling, tokenising, data loading or building of descriptors takes longer than the GPU needs for the
 queued work, so the GPU runs out of work. Nothing in CUDA is slow.
 
-Signature: the GPU executes nothing, the launch that ends the gap was made after the gap began, and the launching
-thread was in no CUDA call during the gap. (The queue was empty. If a kernel starts long after its launch, the GPU is
-not starved.) Gaps of at least 200 µs; shorter ones, one for each launch, belong to `python_or_gil_bound`, as do gaps
-with evidence of the interpreter. Every program has some gaps, so the finding needs at least five gaps and 10% of the
+Signature: the GPU executes nothing, the launch that ends the gap was made after the gap began, and the launching thread
+was in no CUDA call during the gap. (The queue was empty. If a kernel starts long after its launch, the GPU is not
+starved.) The gap lasts at least 200 µs. Shorter gaps, one for each launch, belong to `python_or_gil_bound`, and so do
+gaps that the interpreter explains. Every program has some gaps, so the finding needs at least five gaps and 10% of the
 time. Gaps in which there was no request to work on, as far as the account shows, do not count.
 
 Time lost: the part of these gaps in which the thread was in no CUDA call. Predicted saving: the same, with the next

@@ -6,14 +6,14 @@ as the oldest operation in the queue, and blocks the thread that submits.
 
 Signature: three signs, of which all are needed (see `recordings.occupancy`). The depth of the queue stops growing at
 one value; calls at this depth take longer than calls below it; and they return when the stream finishes an operation,
-more often than by chance. If the recorder labels full queues itself (CUPTI 12.4: command buffer full), kvprobe uses
-the label and compares it. A deep queue with fast calls is healthy; slow calls at a low depth have another cause. If
-one sign is missing, kvprobe says which, and does not decide.
+more often than by chance. If the recorder itself labels calls that met a full queue (CUPTI 12.4: command buffer full),
+kvprobe uses these labels, and compares its own three signs with them. A deep queue with fast calls is healthy; slow
+calls at a low depth have another cause. If one sign is missing, kvprobe says which, and does not decide.
 
-Predicted saving: for each change, the calls are simulated with the slots that this change adds (`deeper_queue`).
-Deeper queues have four times as many slots; a stream for each transfer, as many times as the machine has channels
-(CUDA's default is 4); batches, eight times. `CUDA_DEVICE_MAX_CONNECTIONS` does not help a single stream, and is not
-proposed.
+Predicted saving: kvprobe simulates the calls with the slots that each change adds. A deeper queue has four times as
+many slots. With a stream for each transfer there are as many queues as the machine has channels (CUDA's default here is
+4). With batch calls, one slot holds eight times as much. `CUDA_DEVICE_MAX_CONNECTIONS` does not help a single stream,
+and is not proposed.
 """
 
 from __future__ import annotations

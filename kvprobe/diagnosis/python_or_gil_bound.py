@@ -1,32 +1,33 @@
 """The device idles between launches because the interpreter is slow to make the next one.
 
-Mechanism: each launch costs Python and framework work; where kernels are shorter than that, the device idles after each
-one. Or the thread waits for the interpreter's lock while another thread computes in Python (it gets it back after the
-switch interval, 5 ms), or garbage is collected.
+Mechanism: each launch costs Python and framework work. If kernels are shorter than that, the device idles after each
+one. Or the thread waits for the interpreter's lock while another thread computes in Python. It gets the lock back after
+the switch interval of 5 ms. Or garbage is collected.
 
-Signature: any of
- - many short gaps (each launch pays): at least 64 gaps below 200 µs that take a tenth of the span or more;
- - long gaps that have the interpreter's switch interval for a floor (none shorter than 4.8 ms, some at it, a quarter
-   below 8 ms) and come in several multiples of it: other threads hold the lock, and each gives it up 5 ms after it was
-   asked to;
- - long gaps that overlap intervals labelled garbage collection for most of their length;
- - stacks taken in the gaps that show the thread waiting for the lock or in Python code;
- - functions of the operating system that the thread was in (Nsight's osrt), where it runs Python: in CPython
-   `take_gil` alone waits in pthread_cond_timedwait, for a switch interval at a time; locks of programs are semaphores.
-Gaps as in `gpu_starved`, which keeps those without such evidence.
+Signature: the GPU is idle as in `gpu_starved`, and one of these is true. Without them, the gaps belong to
+`gpu_starved`.
+ - There are many short gaps, one for each launch: at least 64 gaps below 200 µs, which take a tenth of the span or
+   more.
+ - Long gaps last one or several switch intervals: none is shorter than 4.8 ms, some are about that long, and a quarter
+   are below 8 ms. Then other threads hold the lock, and each gives it up 5 ms after it was asked to.
+ - Long gaps lie mostly inside intervals that are labelled garbage collection.
+ - Stacks that were taken in the gaps show the thread waiting for the lock, or in Python code.
+ - Nsight recorded calls of the operating system (osrt), and in the gaps a thread that runs Python is in
+   `pthread_cond_timedwait`. In CPython only `take_gil` waits there, one switch interval at a time.
 
-A thread that submits loses its time in the same way where the device is never idle, or was not recorded: between its
-calls. Signature: of the pauses between its calls at least half of the long ones, and no fewer than 16, last one or a
-few switch intervals of the interpreter (5 ms each, up to a fifth more), hardly any lies between 1 ms and the first. A
-poller's timer has such a period, too. So an eighth of these pauses at least last another number of intervals than most
-do, for the holders do not always come in turn; or nearly every call, of two functions and more, is followed by one, for
-each gives the lock up: who sleeps on purpose does so once a round. A driver's lock, a full queue and pageable memory
-hold a thread inside calls. Pauses in which the thread waited for a CPU, by the kernel's count, are left out: the
-scheduler's slices last some milliseconds each, too (`cpu_starved`). Where they are a third of all or more, so are the
-others: the kernel's count is not noted for every moment.
+If the device is never idle or was not recorded, kvprobe looks at the pauses between the calls of a thread that submits.
+Signature of such pauses: at least 16 of them, and at least half of the long ones, last one or a few switch intervals
+(up to a fifth more), and hardly any pause lies between 1 ms and the first of them. A timer could have the same period.
+So one more thing must be true: at least an eighth of the pauses last another number of intervals than most do, because
+the threads that hold the lock do not always take turns; or nearly every call of at least two functions is followed by a
+pause, while a thread that sleeps on purpose does so once a round.
 
-Time lost: the host's part of these gaps. Predicted saving: the same for short gaps (a CUDA graph launches them as one);
-for the lock and the collector, likewise, with the other work moved out of the process.
+A driver's lock, a full queue and pageable memory hold a thread inside calls, not between them. Pauses in which the
+thread waited for a CPU do not count, because time slices of the scheduler last some milliseconds, too (`cpu_starved`).
+If a third of all pauses are of this kind, none counts: the kernel does not report such waits for every moment.
+
+Time lost: the part of these gaps that is the host's. Predicted saving: the same. A CUDA graph launches short pieces as
+one; against the lock and the garbage collector, move the other work out of the process.
 """
 
 from __future__ import annotations

@@ -4,20 +4,23 @@ Mechanism: while the thread waits for a transfer it launches nothing, so the GPU
 transfer does not need its multiprocessors. A result that is read back in every step (`.item()`, `.cpu()`) does the
 same: the thread gets the result only when the step is over, and has launched nothing after it.
 
-Signature: a synchronising call on a thread that launches compute and goes on launching afterwards, and
- - it names a stream that carries no kernels and on which a copy was outstanding; or
- - its stream is not known, and it ends with the copy that its thread had submitted last; or it ends when a copy ends,
-   and for a tenth of it at least only copies ran; or
- - a read-back: the last thing submitted before it is a device-to-host copy of at most 64 KiB on a stream of kernels,
-   and when it returns the device has nothing left to do; at least eight times.
-Waiting for kernels alone (the end of a step) is not counted: the thread has nothing else to do then. Neither is a wait
-on the compute stream for large copies there: the stream would have waited anyway. Without executions the first and the
-last are told by the stream that the wait names and the copy before it, and the finding is only likely. A wait for an
-event may then be for an earlier copy, as of a ring of buffers: where the thread has launched since its last copy, by
-the launches that were counted between its waits, it cannot be told whether the copies or the launches were late.
+Signature: the thread launches kernels before and after a synchronising call, and one of these is true:
+ - The call names a stream that carries no kernels, and a copy was outstanding on that stream.
+ - The stream of the call is not known. The call returns together with the copy that its thread submitted last; or it
+   returns together with another copy, and for at least a tenth of the call only copies ran.
+ - The call waits for a read-back. The last operation before the call is a GPU-to-CPU copy of at most 64 KiB on a
+   stream of kernels, and the GPU has nothing left to do when the call returns. This happens at least eight times.
 
-Time lost: all of these waits, which is what the thread would have had for launching. Predicted saving: all of it when
-the wait becomes an event on the stream.
+Two kinds of waits do not count. A wait for kernels alone (the end of a step) does not, because the thread has nothing
+else to do then. A wait on the compute stream for large copies in that stream does not either, because the stream itself
+would have waited for them.
+
+If the recording does not show what the GPU did, kvprobe knows only the stream that the call names and the copy before
+the call. The finding is then likely at most. A wait for an event can be for an older copy, as in a ring of buffers. If
+the thread launched kernels since its last copy, kvprobe cannot tell whether the copies or the kernels were late.
+
+Time lost: the duration of all these waits. The thread could have launched work in this time. Predicted saving: all of
+it, if the stream waits for an event of the copy and the thread does not wait.
 """
 
 from __future__ import annotations

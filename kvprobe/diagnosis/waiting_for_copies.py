@@ -1,17 +1,18 @@
-"""Only copies ran, for a reason that nothing else explains: what the account calls waiting for copies.
+"""The GPU waited for copies, and no other cause explains why.
 
-Mechanism: the model's next kernel needs bytes that are still being copied, or its thread launches it only after the
-copies. Loads that are submitted when they are needed, and not a step ahead, run alone however fast the link is; where
-they are submitted ahead and still run alone, their bytes take longer than the compute beside them.
+Mechanism: the model's next kernel needs bytes that are still being copied, or its thread launches the kernel only after
+the copies. Loads that are submitted when they are needed, and not a step ahead, run alone however fast the link is. If
+loads are submitted ahead and a part of them still runs alone, they take longer than the kernels that could hide them.
 
 Signature: none of its own. It is the rest of the lines "waiting for copies" that no other cause explains.
 
 Before the first kernel of the window, and after the last one, nothing shows whether a model waited: weights may have
 been loaded, or the model may have ended. What lies there is an open question.
 
-Time lost: these instants, as wall time. Predicted saving of loading ahead, and of stores that the next step does not
-wait for: what could have run beside compute that now runs alone, at most as long as the compute itself, each for its
-part of the copies; of fewer bytes: none is modelled, for it depends on how many fewer.
+Time lost: the wall time in which only copies ran. Predicted saving: kvprobe predicts it for loads that are submitted
+ahead, and for stores that the next step does not wait for. It is the time of these copies that kernels could have
+hidden, and at most the time of the kernels. For fewer bytes, kvprobe predicts no saving, because it depends on how many
+fewer.
 """
 
 from __future__ import annotations

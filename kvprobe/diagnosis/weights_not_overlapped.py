@@ -4,14 +4,15 @@ Mechanism: offloaded weights are copied to the GPU on the compute stream, or jus
 first waits for its bytes and then computes. With a prefetch of one layer the two run side by side.
 
 Signature: weights are copied from CPU to GPU, and for most of this time no kernel of the same process runs, although
-the process has kernels that could hide the copies. What makes a copy a weight: the same source is loaded again and
-again (a forward after a forward), not redundantly, and at least 1 MiB a round; or, where a recording has no addresses,
-ranges around the calls that say so (weight, param, layer, offload, prefetch, fsdp), a repeating sequence of sizes of
-at least 1 MiB, or copies of one such size that each follow a kernel which they could have run beside: they had been
-submitted before it ended. A copy that was submitted later was not at hand, as far as the recording shows.
+the process has kernels that could hide the copies. Copies are of weights if the same source is loaded in every forward,
+at least 1 MiB each time, and the loads are not redundant. If a recording has no addresses, one of these must be true:
+ - NVTX ranges around the calls say so (weight, param, layer, offload, prefetch, fsdp).
+ - The sizes of the copies repeat in the same order, and are at least 1 MiB.
+ - Many copies have one such size, and each was submitted before the kernel in front of it had ended, so that it could
+   have run beside this kernel. A copy that was submitted later may not have been possible earlier.
 
-Where the device was not recorded, large loads on a stream with as many launches are seen, and not what computes
-meanwhile elsewhere: an open question where their bytes take a tenth of the time.
+If the device was not recorded, kvprobe sees large loads on a stream that has as many launches, but not what computes
+meanwhile. If these loads carry enough bytes to fill a tenth of the time, the cause is an open question.
 
 Time lost: min(copy time, compute time) - time both already run together, over the stretch of the weight copies: the
 bound of a perfect prefetch is max(copy, compute). Predicted saving: the same.
