@@ -77,8 +77,8 @@ def test_every_cause_is_explained_within_the_terminal_and_an_item_of_a_list_has_
         assert not re.search(r"(?:[;:]|and|of|or) +- |(?m:^- )", said), said
         if cause == "synchronisation":
             items = re.findall(r"(?m)^  - .*(?:\n    .*)*", said)
-            assert [item.split()[1:3] for item in items] == [["it", "names"], ["its", "stream"], ["a", "read-back:"]]
-            assert "\nWaiting for kernels alone" in said
+            assert [item.split()[2:4] for item in items] == [["call", "names"], ["stream", "of"], ["call", "waits"]]
+            assert "\nTwo kinds of waits do not count." in said
 
 
 def test_a_gpu_that_is_not_there_is_one_line_and_exit_1(tmp_path):
