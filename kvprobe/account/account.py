@@ -14,7 +14,7 @@ from typing import cast
 import numpy as np
 
 from kvprobe.account.activity import Activity, activities
-from kvprobe.account.gpu import BEGINS_NS, links_of, stretches_of
+from kvprobe.account.gpu import BEGINS_NS, LinkRate, links_of, stretches_of
 from kvprobe.account.lines import COPIES, HOST, Line, Unknown
 from kvprobe.account.stretches import NOBODY, Stretches, overlay
 from kvprobe.account.threads import Threads
@@ -40,7 +40,7 @@ class GpuAccount:
         stretches: the window, cut.
         operations: kernels and copies that ran in it.
         kernels: how many of them compute.
-        link_bytes_per_s: the rates that its copies are compared with, to the GPU and from it; 0 where it made none.
+        links: the rates that its copies are compared with, to the GPU and from it; 0 where it made none.
     """
 
     device: int
@@ -52,7 +52,7 @@ class GpuAccount:
     stretches: Stretches
     operations: int
     kernels: int
-    link_bytes_per_s: tuple[float, float] = (0.0, 0.0)
+    links: tuple[LinkRate, LinkRate] = (LinkRate(), LinkRate())
 
     @property
     def window_ns(self) -> int:

@@ -42,12 +42,14 @@ def _lines(gpu: GpuAccount) -> Iterator[tuple[str, int, float]]:
 
 def _link(gpu: GpuAccount, line: Line) -> str:
     """The rate that copies are compared with, where the line goes by it; both where the directions differ."""
-    to_gpu, from_gpu = gpu.link_bytes_per_s
-    if line not in (Line.AT_LINK_RATE, Line.BELOW_LINK_RATE) or not (to_gpu or from_gpu):
+    made = [one for one in gpu.links if one.bytes_per_s]
+    if line not in (Line.AT_LINK_RATE, Line.BELOW_LINK_RATE) or not made:
         return ""
-    if to_gpu and from_gpu and abs(to_gpu - from_gpu) > ALIKE * max(to_gpu, from_gpu):
-        return f" ({rate(to_gpu)} to the GPU, {rate(from_gpu)} from it)"
-    return f" ({rate(max(to_gpu, from_gpu))})"
+    said = [rate(one.bytes_per_s) + (", assumed" if one.assumed else "") for one in made]
+    least, most = min(made), max(made)
+    if most.bytes_per_s - least.bytes_per_s > ALIKE * most.bytes_per_s:
+        return f" ({said[0]} to the GPU, {said[1]} from it)"
+    return f" ({said[made.index(most)]})"
 
 
 def account_lines(account: Account) -> list[str]:

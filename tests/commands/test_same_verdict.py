@@ -101,7 +101,8 @@ def test_run_says_of_its_recording_what_the_other_commands_say(kvprobe, tmp_path
     (triage,) = json.loads(kvprobe("triage", folder, "--json")[1])["recordings"]
     said = [line.removeprefix("kvprobe: ") for line in done.stderr.splitlines() if line.startswith("kvprobe: ")]
     assert report and report == said[-1 - len(report) : -1]
-    word = {"undecided": "Undecided: ", "healthy": "Healthy: "}.get(verdict["state"], verdict["reason"])
-    assert any(word in line for line in report)
+    titles = {"undecided": ["Undecided"], "healthy": ["Healthy"]}.get(verdict["state"], ["Critical", "Warning", "Info"])
+    reason = verdict["reason"] if verdict["state"] == "found" else ""
+    assert any(line.startswith(f"{title}: {reason}") for line in report for title in titles)
     assert triage["verdict"] == ("found" if limit["broken"] else "undecided" if limit["undecided"] else "healthy")
     assert triage["verdict"] != "healthy" or program == "copies_that_are_large_enough"
