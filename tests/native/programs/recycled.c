@@ -205,24 +205,35 @@ static void by_the_driver(void) {
     printf(" last %d\n", cudaGetLastError());
 }
 
+/* A child that, once it is told to, finds `expected` there and leaves 3s. */
+static pid_t child_at(uint8_t *at, int tell[2], uint8_t expected) {
+    char c = 0;
+    if (pipe(tell)) exit(4);
+    pid_t child = fork();
+    if (child) return child;
+    if (read(tell[0], &c, 1) != 1) _exit(9);
+    compare(at, 4 * MIB, expected);
+    fill(at, 4 * MIB, 3);
+    _exit(wrong != 0);
+}
+
+/* Tells it, and waits for its end. */
+static int told(pid_t child, const int tell[2]) {
+    char c = 0;
+    int status = -1;
+    if (write(tell[1], &c, 1) != 1) exit(4);
+    waitpid(child, &status, 0);
+    return status;
+}
+
 /* A child reads what its parent writes after the fork. */
 static void shares(void) {
-    int to[2], from[2];
-    char c = 0;
-    if (pipe(to) || pipe(from)) exit(4);
+    int tell[2];
     uint8_t *at = pin(4 * MIB);
     fill(at, 4 * MIB, 1);
-    pid_t child = fork();
-    if (!child) {
-        if (read(to[0], &c, 1) != 1) _exit(9);
-        compare(at, 4 * MIB, 2);
-        fill(at, 4 * MIB, 3);
-        _exit(wrong != 0);
-    }
-    int status = -1;
+    pid_t child = child_at(at, tell, 2);
     fill(at, 4 * MIB, 2);
-    if (write(to[1], &c, 1) != 1) exit(4);
-    waitpid(child, &status, 0);
+    int status = told(child, tell);
     compare(at, 4 * MIB, 3);
     printf("child %d\n", status);
     unpin(at, 4 * MIB);
@@ -230,24 +241,14 @@ static void shares(void) {
 
 /* A child goes on using what its parent has freed. */
 static void outlives(void) {
-    int to[2], from[2];
-    char c = 0;
-    if (pipe(to) || pipe(from)) exit(4);
+    int tell[2];
     uint8_t *at = pin(4 * MIB);
     fill(at, 4 * MIB, 1);
-    pid_t child = fork();
-    if (!child) {
-        if (read(to[0], &c, 1) != 1) _exit(9);
-        compare(at, 4 * MIB, 1);
-        fill(at, 4 * MIB, 3);
-        _exit(wrong != 0);
-    }
-    int status = -1;
+    pid_t child = child_at(at, tell, 1);
     unpin(at, 4 * MIB);
     at = pin(4 * MIB);
     fill(at, 4 * MIB, 2);
-    if (write(to[1], &c, 1) != 1) exit(4);
-    waitpid(child, &status, 0);
+    int status = told(child, tell);
     compare(at, 4 * MIB, 2);
     printf("child %d\n", status);
     unpin(at, 4 * MIB);
