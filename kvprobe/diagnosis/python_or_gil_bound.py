@@ -112,9 +112,9 @@ def _by_os_calls(joined: JoinedRecording, gaps: Gaps) -> Array:
     """Mask of gaps in which the launching thread, of Python, waited as CPython waits for its lock, for most of them."""
     slept = joined.recording.os_calls
     mask = np.zeros(len(gaps.start), dtype=bool)
-    waits = np.array([name == TAKES_LOCK for name in joined.recording.names], dtype=bool)
-    if not slept.rows or not len(mask) or not waits.any():
+    if not slept.rows or not len(mask):
         return mask
+    waits = np.array([name == TAKES_LOCK for name in joined.recording.names], dtype=bool)
     for caller in np.unique(joined.caller[gaps.call]):
         mine = np.flatnonzero(joined.caller[gaps.call] == caller)
         row = gaps.call[mine[0]]
