@@ -11,7 +11,7 @@ from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.model import Array, RangeStyle
 
-__all__ = ["FROM_OUTSIDE", "PAUSE_NS", "ThreadTimeline", "Threads", "runs_python"]
+__all__ = ["PAUSE_NS", "ThreadTimeline", "Threads", "runs_python"]
 
 # A thread that makes no call for so long, and of which nothing else is seen, was asked for nothing: to prepare a step
 # takes some milliseconds.
@@ -21,7 +21,7 @@ SHORT_PAUSE_NS = 10_000_000  # the same of a thread that is paused for most of t
 # long as most of those is for something else: it waits for a request, or prepares one.
 UNUSUAL, TURNS = 10, 8
 # Where a thread waits for somebody else to send it something: a request, as far as a GPU is concerned.
-FROM_OUTSIDE = frozenset(
+_FROM_OUTSIDE = frozenset(
     [f"recv{kind}" for kind in ("", "from", "msg", "mmsg")]
     + ["accept", "accept4", "poll", "ppoll", "select", "pselect"]
     + [f"epoll_{kind}" for kind in ("wait", "pwait", "pwait2")]
@@ -119,7 +119,7 @@ class Threads:
         """Where it waited for what others send, likewise."""
         slept, joined = self.joined.recording.os_calls, self.joined
         mine = (slept["process"] == joined.process[row]) & (slept["thread"] == joined.thread[row])
-        names = [i for i, name in enumerate(joined.recording.names) if name in FROM_OUTSIDE] if mine.any() else []
+        names = [i for i, name in enumerate(joined.recording.names) if name in _FROM_OUTSIDE] if mine.any() else []
         rows = np.flatnonzero(mine & np.isin(slept["name"], np.array(names, dtype=np.int32)))
         rows = rows[~self._others_work(row, slept["start_ns"][rows], slept["end_ns"][rows])]
         return slept["start_ns"][rows], slept["end_ns"][rows], np.full(len(rows), Line.NOTHING_TO_DO)
