@@ -1,12 +1,13 @@
 """vLLM's sleep mode: which level, which tags, how many bytes. Measured; what makes it slow is cured below Python.
 
 0.33's `CuMemAllocator.sleep` pins a tensor for each allocation whose tag is kept (`torch.empty(pin_memory=True)`),
-copies it by `cudaMemcpy`, and unmaps it; `wake_up` maps and copies back, and lets go of the tensor. Level 1 keeps
-weights, level 2 throws them away and keeps the model's buffers, copied by `Tensor.cpu()`.
+copies it by `cudaMemcpy`, and unmaps it; `wake_up` maps and copies back, and lets go of the tensor. The state of the
+runner and of CUDA graphs is kept at each level, weights at level 1 (sleep_mode_backend.py). Level 2 throws weights away
+but for those that `sleep_preserve_parameter_names` names; these and the model's buffers the worker copies by itself.
 
 Under `fix="auto"` the interposer is told of each allocation whether a sleep of level 1 copies it: then pinned memory
-for it is there when it does. Which level a sleep will be, the call alone says (vLLM has no setting for it): a server
-whose sleeps are all of level 2 has it made once, in vain, and let go a second after its first sleep began.
+for it is there when it does. Which level a sleep will be, the call alone says (vLLM has no setting for it): where all
+are of level 2, memory for the weights is made once, in vain, and let go a second after the first sleep began.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class Waits:
 
     def at(self, percent: float) -> float | None:
         """A percentile, ns; None where there are none."""
-        return _percentile(self.took_ns, percent) if len(self.took_ns) else None
+        return float(np.percentile(self.took_ns, percent)) if len(self.took_ns) else None
 
     def to_json(self) -> WaitsJson:
         """Percentiles, and the tail's parts."""
@@ -234,12 +234,6 @@ def _named(parts: Array) -> dict[str, int]:
     return {PART_KEYS[i]: round(float(ns)) for i, ns in enumerate(parts.tolist()) if round(float(ns))}
 
 
-def _percentile(ascending: Array, percent: float) -> float:
-    """As numpy's, which would order them again."""
-    place = percent / 100 * (len(ascending) - 1)
-    return float(np.quantile(ascending[int(place) : int(place) + 2], place % 1))
-
-
 def of_account(recording: Recording, account: Account, window: ServingWindow) -> Requests | None:
     """Which steps and requests were late, and why; None where the recording tells no step of a model.
 
@@ -365,7 +359,7 @@ class _StepSplit:
         if not len(waits):
             return Waits(took, np.zeros(PARTS), 0)
         ascending = np.sort(took)
-        tail = waits[took >= _percentile(ascending, TAIL)]
+        tail = waits[took >= np.percentile(ascending, TAIL)]
         return Waits(ascending, self.parts(tail).mean(axis=0), int(self.is_late[waits].sum()))
 
     def result(self) -> Requests:
