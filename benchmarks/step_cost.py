@@ -145,7 +145,7 @@ def sglang(arguments, folder):
 
     sglang_platform.activate()
     from sglang.srt.entrypoints.engine import Engine
-    from sglang_engine import write_model
+    from sglang_engine import ON_CPU, write_model
 
     class Watched(Engine):
         """The engine, with its scheduler watched."""
@@ -157,13 +157,7 @@ def sglang(arguments, folder):
     write_model(model)
     engine = Watched(
         model_path=str(model),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        device="cpu",
-        attention_backend="torch_native",
-        sampling_backend="pytorch",
-        disable_cuda_graph=True,
-        context_length=1024,
+        **ON_CPU,
         max_total_tokens=arguments.requests * (PROMPT + arguments.tokens + 64),
         max_running_requests=arguments.requests,
         log_level="warning",

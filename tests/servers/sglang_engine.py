@@ -31,6 +31,15 @@ CONFIG = {
 }
 DOCUMENTS, LENGTH, ANSWER = 8, 400, 32
 ON_GPU = 2048  # tokens: half of what is asked for
+ON_CPU = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "device": "cpu",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "disable_cuda_graph": True,
+    "context_length": 1024,
+}
 COUNTED = {
     "stored_bytes": "sglang:hicache_backup_bytes_total",
     "stored_tokens": "sglang:hicache_backup_tokens_total",
@@ -89,13 +98,7 @@ def main(folder):
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = str(metrics)
     engine = sglang.Engine(
         model_path=str(model),
-        skip_tokenizer_init=True,
-        dtype="float32",
-        device="cpu",
-        attention_backend="torch_native",
-        sampling_backend="pytorch",
-        disable_cuda_graph=True,
-        context_length=1024,
+        **ON_CPU,
         max_total_tokens=ON_GPU,
         max_running_requests=4,
         random_seed=0,
