@@ -40,6 +40,7 @@ NOT_OURS = {
     "l2_transfer.py": "of SGLang",
     "pool_host/mha.py": "of SGLang",
     "pool_host/mla.py": "of SGLang",
+    "sleep_mode_backend.py": "of vLLM",
 }
 # What CONTRIBUTING.md copies there.
 NOT_OURS |= {f"tests/{where}.py": "of examples/extending" for where in (

@@ -133,18 +133,28 @@ def of_proselint(texts: Iterator[tuple[int, str]], where: str) -> list[str]:
     [(PYTHON, python_texts), (NATIVE, native_texts), (MARKDOWN, markdown_texts)],
     ids=["python", "native", "markdown"],
 )
-def test_proselint_finds_nothing_and_no_sentence_is_too_long(files: list[Path], texts) -> None:
-    found = []
-    for path in files:
-        where, source = str(path.relative_to(ROOT)), path.read_text()
-        found += too_long(texts(source), where) + of_proselint(texts(source), where)
+def test_no_sentence_is_too_long(files: list[Path], texts) -> None:
+    found = [one for path in files for one in too_long(texts(path.read_text()), str(path.relative_to(ROOT)))]
     assert not found, "\n".join(["docs/style.md says how to put it:", *found])
 
 
-def test_proselint_and_the_limit_see_a_bad_sentence() -> None:
+@pytest.mark.parametrize(
+    ("files", "texts"),
+    [(PYTHON, python_texts), (NATIVE, native_texts), (MARKDOWN, markdown_texts)],
+    ids=["python", "native", "markdown"],
+)
+def test_proselint_finds_nothing(files: list[Path], texts) -> None:
+    found = [one for path in files for one in of_proselint(texts(path.read_text()), str(path.relative_to(ROOT)))]
+    assert not found, "\n".join(["docs/style.md says how to put it:", *found])
+
+
+def test_proselint_sees_a_bad_sentence() -> None:
     source = "x = 1  # fine here\ny = 2  # it was at that point in time a a moment\n"
     said = of_proselint(python_texts(source), "x.py")
     assert len(said) == 2 and all(one.startswith("x.py:2: ") for one in said), said
+
+
+def test_the_limit_sees_a_long_sentence() -> None:
     assert too_long(python_texts(f'"""{"word " * 51}."""'), "x.py") == [
         "x.py:1: 51 words in “word word word word word word ...”: two sentences"
     ]

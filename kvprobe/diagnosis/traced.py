@@ -26,11 +26,11 @@ _LIBRARIES = re.compile(r"(^<|/(site|dist)-packages/|/lib/python3[.\d]*/|(^|/)kv
 
 
 def line_of(stack: str) -> str:
-    """The program's own innermost frame as "file:line", else the innermost of all; "" without joined_recordings."""
-    joined_recordings = [found for found in map(_FRAME.fullmatch, stack.split("\n")) if found]
-    if not joined_recordings:
+    """The program's own innermost frame as "file:line", else the innermost of all; "" without frames."""
+    frames = [found for found in map(_FRAME.fullmatch, stack.split("\n")) if found]
+    if not frames:
         return ""
-    own = next((one for one in joined_recordings if not _LIBRARIES.search(one["file"])), joined_recordings[0])
+    own = next((one for one in frames if not _LIBRARIES.search(one["file"])), frames[0])
     return f"{own['file']}:{own['line']}"
 
 

@@ -32,6 +32,8 @@ class Reader(Protocol):
     def sniff(self, path: Path, start: bytes, /) -> bool:
         """Whether it is this format: `start` is a file's first 512 bytes, nothing for a folder.
 
+        It is asked of whatever a user names, and raises nothing.
+
         Formats that `kvprobe.recordings.sniff` tells by itself need none, and what cannot be imported is not asked.
         """
         return False

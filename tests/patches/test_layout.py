@@ -53,6 +53,20 @@ def test_a_server_is_a_line_and_a_file(server):
         assert kind.distributions == line.distributions and kind.versions
         assert kind.summary.endswith("."), f"{kind.name}: give it a summary, one sentence with a full stop"
         assert kind.targets, f"{kind.name}: list what it touches in `timed` or `targets`"
+        for target in kind.targets:
+            assert target.parameters is None or target.parameters[:1] not in (("self",), ("cls",)), (
+                f"{kind.name}: write the parameters of {target.path} without `{target.parameters[0]}`"
+            )
+
+
+def test_the_readme_tells_of_every_adapter():
+    told = (ROOT / "patches" / "README.md").read_text()
+    for server in registry.SERVERS:
+        for kind in registry.adapter_classes(server):
+            assert f"`{kind.name}`" in told, (
+                f"patches/README.md does not tell of `{kind.name}`: say there what it changes and never touches, what "
+                "it was tested with, and its hazards"
+            )
 
 
 def test_every_file_of_adapters_has_its_line():
