@@ -9,8 +9,8 @@ starved.) The gap lasts at least 200 µs. Shorter gaps, one for each launch, bel
 gaps that the interpreter explains. Every program has some gaps, so the finding needs at least five gaps and 10% of the
 time. Gaps in which there was no request to work on, as far as the account shows, do not count.
 
-Time lost: the part of these gaps in which the thread was in no CUDA call. Predicted saving: the same, with the next
-step prepared while the last one runs.
+Time lost: the part of these gaps in which the thread was in no CUDA call, as the account has it. Predicted saving: the
+same, with the next step prepared while the last one runs.
 """
 
 from __future__ import annotations
