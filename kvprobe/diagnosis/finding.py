@@ -191,6 +191,8 @@ def singular(text: str) -> str:
 
     def one(found: re.Match[str]) -> str:
         noun = "copy" if found[2] == "copies" else found[2][:-1]
+        if found[1].startswith("of "):  # "1 of 174 copies was"
+            noun = found[2]
         return f"1 {found[1]}{noun}{ {' are': ' is', ' were': ' was'}.get(found[3] or '', '') }"
 
     return _PLURALS.sub(one, text)

@@ -41,7 +41,7 @@ import numpy as np
 from kvprobe.account import Line
 from kvprobe.account.threads import runs_python
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
-from kvprobe.diagnosis.gaps import NO_WORK_NS, Gaps, gaps_chart, idle_gaps
+from kvprobe.diagnosis.gaps import NO_WORK_NS, Gaps, gaps_chart, idle_gaps, outside_calls_ns
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.diagnosis.pauses import long_pauses, waited_within
 from kvprobe.recordings.intervals import Cover
@@ -261,10 +261,11 @@ def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
     lost = int(gaps.host_ns[mine].sum())
     if not mine.any() or lost < (LEAST_SHARE if not signs.collected.any() else 0.01) * span:
         return None
+    outside = outside_calls_ns(joined, gaps.start[mine], gaps.end[mine]) or lost
     idle = Evidence(
-        f"in {int(mine.sum()):,} gaps the launching thread was in no CUDA call for {ms(lost)}, {share(lost, span)} of "
-        "the recording; for the rest of them it submitted",
-        lost,
+        f"in {int(mine.sum()):,} gaps the launching thread was in no CUDA call for {ms(outside)}, "
+        f"{share(outside, span)} of the recording; for the rest of them it submitted",
+        outside,
         "ns",
         MEASURED,
     )

@@ -98,7 +98,7 @@ def find(joined: JoinedRecording) -> Finding | None:
             Evidence(f"in {ms(late)} of it the next kernel had not been launched yet", late, "ns", MEASURED)
         )
     waited = waited_copies(joined, rows)
-    evidence += waited.evidence()
+    evidence[1:1] = waited.evidence()
     promised = joined.account.claimed_ns(gpu, WEIGHTS, COPIES)
     hidden = gpu.ns(Line.COMPUTING) - _beside(joined, gpu) - promised  # what computes can hide only so much, once
     first = HELD if 2 * int(copies.held.sum()) > len(rows) else AHEAD

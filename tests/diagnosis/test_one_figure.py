@@ -11,7 +11,7 @@ import pytest
 
 from kvprobe.account import Line
 from kvprobe.diagnosis import CAUSES, Examination, examine
-from kvprobe.diagnosis.finding import Change
+from kvprobe.diagnosis.finding import Change, singular
 from kvprobe.durations import time_text
 from kvprobe.launchqueue.evidence import OtherSlowCalls
 from kvprobe.launchqueue.judge import conclude
@@ -82,6 +82,12 @@ def test_idle_gaps_have_one_length_in_the_title_the_account_and_the_saving(launc
     assert time_text(finding.lost_ns) in finding.title
 
 
+def test_time_outside_of_calls_is_what_the_account_says(launches) -> None:
+    finding = next(one for one in launches if one.cause == "python_or_gil_bound")
+    (gpu,) = launches.account.gpus
+    assert finding.evidence[0].value == pytest.approx(gpu.ns(Line.PYTHON), rel=0.01)
+
+
 def test_what_a_thread_did_inside_its_calls_is_not_called_python(launches) -> None:
     (gpu,), (thread,) = launches.account.gpus, launches.account.threads
     assert gpu.ns(Line.PYTHON) <= thread.ns(Line.PYTHON)
@@ -132,6 +138,10 @@ def test_a_saving_is_promised_once() -> None:
         "Merge (instead of another change: the same 42.0 ms)",
         "Wait less (predicted to save 40.0 ms)",
     ]
+
+
+def test_one_of_many_copies_is_still_one_of_copies() -> None:
+    assert singular("1 of 174 copies were late, 1 copies were not") == "1 of 174 copies was late, 1 copy was not"
 
 
 def test_how_many_causes_were_looked_for_is_a_number(tmp_path) -> None:
