@@ -18,6 +18,7 @@ ORDER = (
     "errors",
     "version",
     "environment",
+    "durations",
     "output",
     "reuse",
     "native",
@@ -43,7 +44,8 @@ ORDER = (
     "commands",
     "cli",
 )
-SMALL = ("errors", "version", "environment")  # single files that every module may import: left out of the drawing
+# Single files that every module may import: left out of the drawing.
+SMALL = ("errors", "version", "environment", "durations")
 JUDGE = ("launchqueue.constants", "launchqueue.evidence", "launchqueue.judge", "launchqueue.call_counts")
 ENTRANCES = ("__init__", "__main__")  # re-export and start; nothing imports them
 

@@ -23,11 +23,12 @@ ORDER = ["errors", "reuse", "native", "runfolder", "cuda", "probe", "launchqueue
 PAPER = ["recordings", "account", "requests", "diagnosis", "sizing", "reporting"]
 # pure: neither numpy nor the native library comes with them
 JUDGE = {"launchqueue.constants", "launchqueue.evidence", "launchqueue.judge", "launchqueue.call_counts"}
-ALONE = ("errors", "version", "environment")  # files, which every room may import
+ALONE = ("errors", "version", "environment", "durations")  # files, which every room may import
 MAY_IMPORT = {
     "errors": set(),
     "version": set(),
     "environment": {"errors"},
+    "durations": set(),
     "runfolder": {"errors", "native", "runfolder"},
     **{room: set(ORDER[: number + 1]) for number, room in enumerate(ORDER) if number and room != "runfolder"},
     "probe": {"errors", "native", "runfolder", "cuda", "probe", *JUDGE},

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from kvprobe.account.account import Account, GpuAccount, ThreadAccount, account_of
-from kvprobe.account.lines import COPIES, HOST, IDLE, LINE_TITLES, Line, Unknown
+from kvprobe.account.lines import COPIES, HOST, IDLE, LINE_TITLES, OUTSIDE_CALLS, Line, Unknown
 
 __all__ = [
     "COPIES",
     "HOST",
     "IDLE",
     "LINE_TITLES",
+    "OUTSIDE_CALLS",
     "Account",
     "GpuAccount",
     "Line",

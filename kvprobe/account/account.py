@@ -278,6 +278,14 @@ class Account:
                     cut.detail[mine] = Unknown.RECORDER if becomes == Line.NOT_KNOWN else NOBODY
         return got
 
+    def claimed_ns(self, gpu: GpuAccount, cause: str, lines: Sequence[Line]) -> int:
+        """What a cause has claimed of these lines of a GPU."""
+        if cause not in self.causes:
+            return 0
+        cut = gpu.stretches
+        mine = (cut.cause == self.causes.index(cause)) & np.isin(cut.line, np.array(lines, dtype=np.uint8))
+        return int(cut.ns[mine].sum())
+
     def unclaimed_ns(self, *lines: Line) -> int:
         """What no cause has claimed of these lines, of all GPUs."""
         wanted = np.array(lines, dtype=np.uint8)

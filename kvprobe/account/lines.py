@@ -13,6 +13,7 @@ __all__ = [
     "HOST",
     "IDLE",
     "LINE_TITLES",
+    "OUTSIDE_CALLS",
     "Line",
     "Unknown",
     "line_of_calls",
@@ -59,6 +60,8 @@ HOST = (
     Line.TIER,
     Line.ELSEWHERE,
 )
+# Of these its thread was in no CUDA call.
+OUTSIDE_CALLS = (Line.PYTHON, Line.NO_CPU, Line.TIER, Line.ELSEWHERE)
 # The device runs nothing, as far as the recording shows.
 IDLE = (*HOST, Line.NOTHING_TO_DO, Line.NOT_KNOWN)
 

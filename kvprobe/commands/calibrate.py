@@ -10,6 +10,7 @@ import click
 from kvprobe.commands._device import device_option, runtime_of
 from kvprobe.commands._paths import GivenPath
 from kvprobe.commands._reading import plain, progress_bar
+from kvprobe.durations import time_text
 from kvprobe.output import CALIBRATE
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def _show(result: dict[str, Any]) -> None:
     console, link, queue = Console(), result["link_bytes_per_s"], result["queue"]
     console.print(
         f"{result['gpu'] or 'GPU'}: queue depth {queue['depth']:,}, {queue['channels']} channels, "
-        f"a submission {queue['baseline_ns'] / 1e3:.2f} µs; measured in {result['seconds']:.1f} s",
+        f"a submission {time_text(queue['baseline_ns'])}; measured in {time_text(result['seconds'] * 1e9)}",
         highlight=False,
     )
     for name, why in result["missing"].items():

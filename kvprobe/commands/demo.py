@@ -245,7 +245,7 @@ def show(outcome: dict[str, Any]) -> None:
         console.print(f"switched from {one['before']} to {one['after']}: {one['reason']}", highlight=False)
     if outcome["onset_ms"] is not None:
         console.print(
-            f"kvprobe noticed after {outcome['onset_ms']:.1f} ms and "
+            f"kvprobe noticed after {duration(outcome['onset_ms'] * 1e6)} and "
             + singular(f"{outcome['blocked_calls_before_switch']:,} blocked calls"),
             highlight=False,
         )

@@ -116,7 +116,7 @@ def _print(conclusion: Conclusion, changes: list[FindingChange], calls: list[Cal
     if not changes:
         console.print("Findings: none in either recording.")
     else:
-        console.print(Text("Findings, and the time that each cost: before -> after", style="italic"))
+        console.print(Text("Findings: time lost (share of the window that it cost), before -> after", style="italic"))
         for change in changes:
             lost = [
                 f"{duration(ns)} ({percent(share)})" if ns else "nothing"

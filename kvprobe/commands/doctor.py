@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from kvprobe.commands._device import device_option
+from kvprobe.durations import time_text
 from kvprobe.environment import VARIABLES, unknown
 from kvprobe.errors import KvprobeError, plain
 from kvprobe.output import DOCTOR
@@ -233,7 +234,7 @@ def _queue(runtime: Runtime) -> Iterator[Check]:
         GOOD if limits.channels >= 4 else BAD,
         todo,
     )
-    value = f"{limits.baseline_ns / 1e3:.2f} µs while the queue has free slots, p99 {limits.p99_ns / 1e3:.2f} µs"
+    value = f"{time_text(limits.baseline_ns)} while the queue has free slots, p99 {time_text(limits.p99_ns)}"
     quick = limits.baseline_ns < 5_000
     yield Check(
         "launch queue",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from kvprobe.commands._device import Seconds
+from kvprobe.durations import time_text
 from kvprobe.environment import RUN
 from kvprobe.errors import KvprobeError, UsageError, plain
 from kvprobe.output import TOP
@@ -306,7 +307,7 @@ def render(
             parts.append(
                 Text(
                     f"  in flight: {call.call} on {_title(call.number, call.stream)}, thread {call.tid}, "
-                    f"for {call.age_ns / 1e6:,.1f} ms"
+                    f"for {time_text(call.age_ns)}"
                 )
             )
     parts += [Text(plain(_requests_line(one))) for one in _requests_objects(views, requests or [])]
@@ -428,7 +429,7 @@ def _box(narrow: bool) -> Any:
 
 
 def _us(ns: float | None) -> str:
-    return "-" if ns is None else f"{ns / 1e3:,.1f} µs"
+    return "-" if ns is None else time_text(ns)
 
 
 def _print(views: list[ProcessView], offloads: list[Benefit], requests: list[WaitsNow]) -> None:

@@ -35,9 +35,11 @@ def command(inputs: tuple[Path, ...], as_json: bool, window: WindowOptions) -> i
     `kvprobe report` also finds other causes.
 
     Each line shows the answer, the host time lost, how many submissions the queue held when it was full, the stream,
-    and the file. A folder stands for all recordings below it; a run folder is one recording. --from, --to and --range
-    judge a part of each recording. The exit code is 1 if an input cannot be read, or has nothing in that part.
+    and the file. Where a report has several causes for that time, the next line divides it. A folder stands for all
+    recordings below it; a run folder is one recording. --from, --to and --range judge a part of each recording. The
+    exit code is 1 if an input cannot be read, or has nothing in that part.
     """
+    from kvprobe.durations import time_text
     from kvprobe.recordings import expand_deeply
 
     if window != WindowOptions():
@@ -52,6 +54,9 @@ def command(inputs: tuple[Path, ...], as_json: bool, window: WindowOptions) -> i
             click.echo(_row(("launch queue", "time lost", "full at", "stream", "recording"), width))
         for one, row in zip(found, rows, strict=True):
             click.echo(_row(row, width))
+            if len(one.causes) > 1:
+                parts = ", ".join(f"{cause} {time_text(ns)}" for cause, ns in one.causes)
+                click.echo(f"              of which {parts}")
             for what, how in one.missing[:1] if one.verdict == "undecided" else ():
                 click.echo(plain(f"              {what}; {how}"))
     for error in errors:
@@ -92,11 +97,11 @@ def _whole(path: Path, window: WindowOptions) -> Triage | Exception:
 
 
 def _cells(one: Triage) -> tuple[str, ...]:
-    from kvprobe.launchqueue.judge import ms
+    from kvprobe.durations import time_text
 
     full = [queue for queue in one.queues if queue.verdict == "found"]
     shown = full or [queue for queue in one.queues if queue.verdict == "undecided"]
-    lost = ms(one.lost_ns) if one.lost_ns and one.verdict == "found" else "-"
+    lost = time_text(one.lost_ns) if one.lost_ns and one.verdict == "found" else "-"
     known = full and full[0].ceiling > 0  # a channel's is of no one stream, and a depth may not be known
     ceiling = f"{full[0].ceiling:,}" if known else "-"
     stream = shown[0].title + (f" and {len(shown) - 1} more" if len(shown) > 1 else "") if shown else "-"

@@ -11,6 +11,7 @@ import click
 
 from kvprobe.commands._device import device_option
 from kvprobe.commands._paths import GivenPath
+from kvprobe.durations import time_text
 from kvprobe.output import WEIGHTS
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def command(
         elif not held.active:
             click.echo(
                 f"Nothing is offloaded: all weights fit. A forward pass of {tokens} tokens takes "
-                f"{_ms(outcome['forward_ns'])}."
+                f"{time_text(outcome['forward_ns'])}."
             )
         else:
             _show(outcome, profile)
@@ -249,7 +250,7 @@ def verdict(profile: WeightProfile) -> PageHead:
     gain = now - times[best]
     if best != own and gain > 0.01 * now:
         state = "warning"
-        headline = f"Most of the work is {what}; a window of {best} saves {_ms(gain)} of {_ms(now)}."
+        headline = f"Most of the work is {what}; a window of {best} saves {time_text(gain)} of {time_text(now)}."
         action = f"use --window {best}"
     else:
         state, best = "info", own if own in times else best
@@ -258,28 +259,30 @@ def verdict(profile: WeightProfile) -> PageHead:
     without = profile.measured.get("all", profile.predicted["all"])
     left = max(times[best] - without, 0.0)
     detail = (
-        f"Copies take {_ms(profile.copy_ns)} and computation {_ms(profile.compute_ns)} of a forward pass, "
+        f"Copies take {time_text(profile.copy_ns)} and computation {time_text(profile.compute_ns)} of a forward pass, "
         f"{profile.hidden:.0%} of the copies hidden. "
     )
     detail += (
         "A window can hide no more than the computation is long: fewer bytes (a higher --gpu-fraction) or more "
         "tokens a forward pass would help."
         if copying
-        else f"The computation is long enough to hide all copies; with a window of {best}, {_ms(left)} more than "
+        else f"The computation is long enough to hide all copies; with a window of {best}, {time_text(left)} more than "
         "without any copy remain."
     )
     unknown = {name: ns for name, ns in profile.predicted.items() if name not in {*ran, "all"}}
     beyond = [name for name, ns in unknown.items() if ns < 0.99 * least]
     if known == "measured" and beyond:
         detail += (
-            f" A window of {beyond[0]} is predicted to take {_ms(unknown[beyond[0]])}; it was not run, because it does "
-            "not fit into the GPU memory allowed."
+            f" A window of {beyond[0]} is predicted to take {time_text(unknown[beyond[0]])}; it was not run, because "
+            "it does not fit into the GPU memory allowed."
         )
     facts = [
-        Fact("Window", f"{profile.window}", f"{_ms(profile.forward_ns)} a forward pass"),
-        Fact("Best window", best, f"{_ms(times[best])} a forward pass, {known}: {action}"),
-        Fact("Exposed wait for copies", _ms(profile.wait_ns), f"{profile.wait_ns / profile.forward_ns:.0%} of it"),
-        Fact("Without any copy", _ms(without), "measured" if "all" in profile.measured else "predicted"),
+        Fact("Window", f"{profile.window}", f"{time_text(profile.forward_ns)} a forward pass"),
+        Fact("Best window", best, f"{time_text(times[best])} a forward pass, {known}: {action}"),
+        Fact(
+            "Exposed wait for copies", time_text(profile.wait_ns), f"{profile.wait_ns / profile.forward_ns:.0%} of it"
+        ),
+        Fact("Without any copy", time_text(without), "measured" if "all" in profile.measured else "predicted"),
     ]
     return PageHead(state, headline, detail, facts)
 
@@ -288,14 +291,14 @@ def section(profile: WeightProfile, outcome: dict[str, Any]) -> Section:
     """The report's part on weights: load time beside computation, windows, layers."""
     from kvprobe.reporting.views import Section, table
 
-    windows = [[name, (_ms(ns), ns), _cell(profile.measured.get(name))] for name, ns in profile.predicted.items()]
+    windows = [[name, (time_text(ns), ns), _cell(profile.measured.get(name))] for name, ns in profile.predicted.items()]
     layers = [
         [
             one.name,
             (_mib(one.bytes), one.bytes),
-            (_ms(one.copy_ns), one.copy_ns),
-            (_ms(one.compute_ns), one.compute_ns),
-            (_ms(one.wait_ns), one.wait_ns),
+            (time_text(one.copy_ns), one.copy_ns),
+            (time_text(one.compute_ns), one.compute_ns),
+            (time_text(one.wait_ns), one.wait_ns),
             (f"{one.hidden:.0%}", one.hidden),
         ]
         for one in profile.layers
@@ -390,7 +393,7 @@ def _show_recorded(found: list[dict[str, Any]], as_json: bool) -> None:
             ("device busy", "busy_ns"),
             ("bound: max(load, computation)", "bound_ns"),
         ):
-            table.add_row(text, _ms(one[name]))
+            table.add_row(text, time_text(one[name]))
         Console().print(table)
 
 
@@ -407,7 +410,7 @@ def _summary(profile: WeightProfile) -> list[list[Any]]:
         ("whole forward", profile.forward_ns),
         ("bound: max(copies, computation)", profile.bound_ns),
     )
-    return [[text, (_ms(ns), ns), share(ns)] for text, ns in rows]
+    return [[text, (time_text(ns), ns), share(ns)] for text, ns in rows]
 
 
 def _show(outcome: dict[str, Any], profile: WeightProfile) -> None:
@@ -431,19 +434,24 @@ def _show(outcome: dict[str, Any], profile: WeightProfile) -> None:
     for name in ("layers ahead", "predicted", "measured"):
         table.add_column(name, justify="right")
     for name, ns in profile.predicted.items():
-        table.add_row(name, _ms(ns), _cell(profile.measured.get(name))[0])
+        table.add_row(name, time_text(ns), _cell(profile.measured.get(name))[0])
     console.print(table)
     table = Table(title=f"{outcome['offloaded_layers']} {outcome['grain']} in CPU memory")
     for name in ("layer", "size", "copy", "computation", "exposed wait", "hidden"):
         table.add_column(name, justify="left" if name == "layer" else "right")
     for one in profile.layers:
         table.add_row(
-            one.name, _mib(one.bytes), _ms(one.copy_ns), _ms(one.compute_ns), _ms(one.wait_ns), f"{one.hidden:.0%}"
+            one.name,
+            _mib(one.bytes),
+            time_text(one.copy_ns),
+            time_text(one.compute_ns),
+            time_text(one.wait_ns),
+            f"{one.hidden:.0%}",
         )
     console.print(table)
     console.print(
         f"GPU memory for weights: {_mib(outcome['gpu_bytes'])} of {_mib(outcome['limit_bytes'])} allowed; "
-        f"pinned: {_mib(outcome['pinned_bytes'])}, allocated in {_ms(outcome['pin_ns'])}",
+        f"pinned: {_mib(outcome['pinned_bytes'])}, allocated in {time_text(outcome['pin_ns'])}",
         highlight=False,
     )
     for note in outcome["notes"]:
@@ -451,13 +459,9 @@ def _show(outcome: dict[str, Any], profile: WeightProfile) -> None:
     console.print(f"report: {outcome['report']}", highlight=False)
 
 
-def _ms(ns: float) -> str:
-    return f"{ns / 1e6:,.2f} ms"
-
-
 def _mib(size: float) -> str:
     return f"{size / 2**20:,.1f} MiB"
 
 
 def _cell(ns: float | None) -> tuple[str, float | None]:
-    return (_ms(ns), ns) if ns is not None else ("not run", None)
+    return (time_text(ns), ns) if ns is not None else ("not run", None)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvprobe.account import COPIES, HOST, Account, Line
+from kvprobe.account import COPIES, HOST, OUTSIDE_CALLS, Account, Line
 from kvprobe.account.chain import saved_by_host
 from kvprobe.diagnosis.cause import load_cause
 from kvprobe.recordings.intervals import distinct, group_starts
@@ -31,12 +32,14 @@ class ExplainedTime:
         window_ns: of that GPU.
         open_ns: of the time it lost itself, what lies where no kernel follows: nothing shows what that cost the device.
         saved_ns: by how much the program would be shorter without it, at most; None: not known.
+        gpus_ns: as `device_ns`, of all GPUs together.
     """
 
     device_ns: int | None = None
     window_ns: int = 0
     open_ns: int = 0
     saved_ns: int | None = None
+    gpus_ns: int = 0
 
 
 class Explainer:
@@ -96,21 +99,26 @@ class Explainer:
         claimed = self.account.claim(cause, start, end, COPIES, becomes=proven_line(cause), most_ns=lost_ns)
         return self._explained(claimed, 0, min(lost_ns, max(claimed.values(), default=0)))
 
-    def gaps(self, cause: str, start: Array, end: Array) -> ExplainedTime:
-        """Of stretches in which a GPU stood idle, (stretches,)."""
+    def gaps(self, cause: str, start: Array, end: Array, calls: Sequence[Line] = ()) -> ExplainedTime:
+        """Of stretches in which a GPU stood idle, (stretches,): what its thread spent outside of calls, or in `calls`.
+
+        What a thread did inside its calls is known, and stays in their line.
+        """
         if not self.account.seen:
             return ExplainedTime()
-        lines = (*HOST, Line.NOTHING_TO_DO)
-        claimed = self.account.claim(cause, start, end, lines, becomes=proven_line(cause))
+        outside = (*OUTSIDE_CALLS, Line.NOTHING_TO_DO)
+        claimed = self.account.claim(cause, start, end, outside, becomes=proven_line(cause))
+        for gpu, ns in (self.account.claim(cause, start, end, calls) if calls else {}).items():
+            claimed[gpu] = claimed.get(gpu, 0) + ns
         return self._explained(claimed, 0, max(claimed.values(), default=0))
 
     def _explained(self, claimed: dict[int, int], open_ns: int, saved_ns: int) -> ExplainedTime:
         place = max(claimed, key=lambda gpu: claimed[gpu], default=-1)
         gpu = self.account.gpus[place] if place >= 0 else self.account.main
         computes = any(one.kernels for one in self.account.gpus)
-        return ExplainedTime(
-            claimed.get(place, 0), gpu.window_ns if gpu else 0, open_ns, self.take(saved_ns) if computes else None
-        )
+        saved = self.take(saved_ns) if computes else None
+        window_ns = gpu.window_ns if gpu else 0
+        return ExplainedTime(claimed.get(place, 0), window_ns, open_ns, saved, sum(claimed.values()))
 
     def take_of_thread(self, ns: int) -> int:
         """The same of a thread's, where nothing shows that a model waits: what two waited at once is saved once."""

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvprobe.account import Line, Unknown
+from kvprobe.account import OUTSIDE_CALLS, Line, Unknown
+from kvprobe.account.stretches import NOBODY
 from kvprobe.diagnosis.finding import EvidenceChart
 from kvprobe.diagnosis.joined import Array, JoinedRecording
-from kvprobe.recordings.intervals import Cover, distinct, in_time
+from kvprobe.recordings.intervals import Cover, distinct, in_time, union
 from kvprobe.recordings.model import Label
 
-__all__ = ["Gaps", "gaps_chart", "idle_gaps", "nothing_to_do"]
+__all__ = ["Gaps", "gaps_chart", "idle_gaps", "nothing_to_do", "outside_calls_ns"]
 
 NO_WORK_NS = 1_000_000_000  # longer pauses: the server had no requests, or the recording cannot say
 
@@ -47,6 +48,21 @@ def nothing_to_do(joined: JoinedRecording, gaps: Gaps) -> Array:
         return np.zeros(len(gaps.start), dtype=bool)
     idle = Cover(*(np.concatenate(column) for column in zip(*parts, strict=True)))
     return np.asarray(2 * idle.within(gaps.start, gaps.end) > gaps.end - gaps.start)
+
+
+def outside_calls_ns(joined: JoinedRecording, start: Array, end: Array) -> int:
+    """How long the launching threads were in no CUDA call in these gaps, as the account has it, before any is claimed.
+
+    Gaps of several processes on one GPU may overlap, and count once.
+    """
+    begins, ends = union(start, end)
+    lines = np.array((*OUTSIDE_CALLS, Line.NOTHING_TO_DO), dtype=np.uint8)
+    total = 0
+    for gpu in joined.account.gpus:
+        cut = gpu.stretches
+        mine = cut.cut(begins, ends) & (cut.cause == NOBODY)
+        total += int(cut.ns[mine & np.isin(cut.line, lines)].sum())
+    return total
 
 
 def gaps_chart(joined: JoinedRecording, gaps: Gaps, mine: Array) -> EvidenceChart:

@@ -9,8 +9,8 @@ starved.) The gap lasts at least 200 µs. Shorter gaps, one for each launch, bel
 gaps that the interpreter explains. Every program has some gaps, so the finding needs at least five gaps and 10% of the
 time. Gaps in which there was no request to work on, as far as the account shows, do not count.
 
-Time lost: the part of these gaps in which the thread was in no CUDA call. Predicted saving: the same, with the next
-step prepared while the last one runs.
+Time lost: the part of these gaps in which the thread was in no CUDA call, as the account has it. Predicted saving: the
+same, with the next step prepared while the last one runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
-from kvprobe.diagnosis.gaps import gaps_chart, idle_gaps, nothing_to_do
+from kvprobe.diagnosis.gaps import gaps_chart, idle_gaps, nothing_to_do, outside_calls_ns
 from kvprobe.diagnosis.joined import JoinedRecording, ms, share
 from kvprobe.diagnosis.python_or_gil_bound import explained
 
@@ -37,6 +37,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         return None
     calls, ns = gaps.call[mine], gaps.host_ns[mine]
     where = joined.places(calls, ns)
+    outside = outside_calls_ns(joined, gaps.start[mine], gaps.end[mine]) or lost
     return joined.finding(
         CAUSE,
         "The GPU was idle for {lost}, in {calls} gaps, while the host prepared the next step",
@@ -52,9 +53,9 @@ def find(joined: JoinedRecording) -> Finding | None:
         ),
         evidence=(
             Evidence(
-                f"{len(calls)} gaps of at least 200 µs, {ms(lost)} or {share(lost, span)} of the recording, in "
+                f"{len(calls):,} gaps of at least 200 µs, {ms(outside)} or {share(outside, span)} of the recording, in "
                 "which nothing executed and the launching thread was in no CUDA call",
-                lost,
+                outside,
                 "ns",
                 MEASURED,
             ),

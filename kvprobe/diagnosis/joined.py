@@ -35,6 +35,7 @@ from kvprobe.diagnosis.finding import (
     singular,
 )
 from kvprobe.diagnosis.traced import longest
+from kvprobe.durations import time_text
 from kvprobe.launchqueue.constants import LEAST_NS, NOTABLE_NS, NOTABLE_SHARE
 from kvprobe.recordings.assemble import pairs, positions
 from kvprobe.recordings.intervals import Cover, distinct, group_starts, in_time
@@ -63,12 +64,7 @@ def size(count: float) -> str:
     return f"{count / scale:,.3g} {unit}" if count < 1e12 else f"{count / scale:,.0f} {unit}"
 
 
-def ms(ns: float) -> str:
-    """A duration for a sentence: three significant digits with a unit a reader can picture."""
-    for unit, scale in (("s", 1e9), ("ms", 1e6), ("µs", 1e3)):
-        if abs(ns) >= scale:
-            return f"{ns / scale:.3g} {unit}"
-    return f"{ns:.0f} ns"
+ms = time_text  # a duration for a sentence
 
 
 def range_of(values: Array) -> str:
@@ -291,8 +287,11 @@ class JoinedRecording(Joined):
         part = lost_ns / span_ns if span_ns > 0 else 0.0
         return "critical" if part >= CRITICAL else "warning" if part >= WARNING else "info"
 
-    def innermost_range(self, process: int, thread: int, at: int) -> str:
-        """Name of the innermost range of a thread around an instant; "" where there is none."""
+    def innermost_range(self, process: int, thread: int, at: int, but: tuple[int, int] | None = None) -> str:
+        """Name of the innermost range of a thread around an instant; "" where there is none.
+
+        `but`: ranges that contain all of this time, from its first to its last ns, do not count.
+        """
         table = self.recording.ranges
         if not table.rows:
             return ""
@@ -302,6 +301,8 @@ class JoinedRecording(Joined):
         stop = int(np.searchsorted(table["start_ns"][rows], at, side="right"))
         near = rows[max(0, stop - 512) : stop][::-1]  # nested ranges that still run began recently, or are outermost
         inside = near[table["end_ns"][near] > at]
+        if but is not None:
+            inside = inside[(table["start_ns"][inside] > but[0]) | (table["end_ns"][inside] < but[1])]
         return self.text(table["name"][inside[0]]) if len(inside) else ""
 
     def _ranges_of(self, process: int, thread: int) -> Array:
@@ -486,7 +487,9 @@ class JoinedRecording(Joined):
             return None
         explained = ExplainedTime()
         if loss.gaps is not None and confidence != "cannot tell":
-            explained = self.explainer.gaps(cause, *loss.gaps)
+            explained = self.explainer.gaps(cause, *loss.gaps, loss.in_calls)
+            if loss.on == "device" and explained.gpus_ns:  # one figure: what the account's lines say of these gaps
+                loss = replace(loss, ns=explained.gpus_ns)
         elif loss.copies is not None and confidence != "cannot tell":
             rows = loss.copies
             explained = self.explainer.copies(cause, self.x_start[rows], self.x_end[rows], loss.ns)

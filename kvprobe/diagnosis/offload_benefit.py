@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from kvprobe.durations import time_text
 from kvprobe.recordings.assemble import LARGEST
 from kvprobe.recordings.model import Direction, Recording
 
@@ -124,11 +125,7 @@ class Benefit:
 
 
 def _s(ns: float | None) -> str:
-    """Seconds, milliseconds or microseconds in two or three digits."""
-    ns = ns or 0.0
-    if 0 < ns < 100_000:
-        return f"{ns / 1e3:,.3g} µs"
-    return f"{ns / 1e9:,.1f} s" if ns >= 1e9 else f"{ns / 1e6:,.3g} ms"
+    return time_text(ns or 0.0)
 
 
 _SUMS = tuple(f.name for f in fields(Benefit) if f.name not in ("server", "source", "prefill_ns_per_token"))

@@ -26,8 +26,10 @@ A driver's lock, a full queue and pageable memory hold a thread inside calls, no
 thread waited for a CPU do not count, because time slices of the scheduler last some milliseconds, too (`cpu_starved`).
 If a third of all pauses are of this kind, none counts: the kernel does not report such waits for every moment.
 
-Time lost: the part of these gaps that is the host's. Predicted saving: the same. A CUDA graph launches short pieces as
-one; against the lock and the garbage collector, move the other work out of the process.
+Time lost: the part of these gaps that is the host's, outside of CUDA calls and inside those that submit.
+
+Predicted saving: the same. A CUDA graph launches short pieces as one; against the lock and the garbage collector, move
+the other work out of the process.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ import numpy as np
 from kvprobe.account import Line
 from kvprobe.account.threads import runs_python
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
-from kvprobe.diagnosis.gaps import NO_WORK_NS, Gaps, gaps_chart, idle_gaps
+from kvprobe.diagnosis.gaps import NO_WORK_NS, Gaps, gaps_chart, idle_gaps, outside_calls_ns
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.diagnosis.pauses import long_pauses, waited_within
 from kvprobe.recordings.intervals import Cover
@@ -259,10 +261,11 @@ def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
     lost = int(gaps.host_ns[mine].sum())
     if not mine.any() or lost < (LEAST_SHARE if not signs.collected.any() else 0.01) * span:
         return None
+    outside = outside_calls_ns(joined, gaps.start[mine], gaps.end[mine]) or lost
     idle = Evidence(
-        f"{int(mine.sum())} idle gaps of the device, {ms(lost)} or {share(lost, span)} of the recording, "
-        "while the launching thread was in no CUDA call",
-        lost,
+        f"in {int(mine.sum()):,} gaps the launching thread was in no CUDA call for {ms(outside)}, "
+        f"{share(outside, span)} of the recording; for the rest of them it submitted",
+        outside,
         "ns",
         MEASURED,
     )
@@ -278,6 +281,7 @@ def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
             span_ns=span,
             places=joined.places(gaps.call[mine], gaps.host_ns[mine]),
             gaps=(gaps.start[mine], gaps.end[mine]),
+            in_calls=(Line.SUBMITTING,),
         ),
         evidence=[idle, *_evidence(gaps, signs)],
         cure=_cure(gaps, signs, 1 / max(lost, 1)),
@@ -292,8 +296,8 @@ def _evidence(gaps: Gaps, signs: _Signs) -> list[Evidence]:
         between = float(np.median(gaps.host_ns[signs.short]))
         evidence.append(
             Evidence(
-                f"{int(signs.short.sum())} of them are short: the host takes {ms(between)} longer for each "
-                "launch than the device for what was queued",
+                f"the host takes {ms(between)} longer for each launch than the device for what was queued (median of "
+                f"{int(signs.short.sum()):,} gaps shorter than {ms(SHORT_NS)})",
                 between,
                 "ns",
                 MEASURED,

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvprobe.account import COPIES, HOST, Account, GpuAccount, Line, Unknown
 from kvprobe.diagnosis import FULL_QUEUE, UNEXPLAINED
+from kvprobe.durations import time_text
 from kvprobe.output.parts import VerdictJson
 from kvprobe.recordings.assemble import is_kind
 from kvprobe.recordings.buckets import bucket_floor_ns
@@ -128,7 +129,7 @@ def _unseen_records(recording: Recording) -> list[MissingPart]:
     threads = max(len(np.unique(totals["thread"][rows])), 1)
     if lost <= UNSEEN_SHARE * max(span * threads, 1.0):
         return []
-    said = f"calls that record an event took {lost / 1e6:,.0f} ms longer than quick ones; they were not kept one by one"
+    said = f"calls that record an event took {time_text(lost)} longer than quick ones; they were not kept one by one"
     return [MissingPart(said, _LAUNCHES)]
 
 
@@ -162,7 +163,7 @@ def _unseen(recording: Recording) -> list[MissingPart]:
         return []
     return [
         MissingPart(
-            f"calls that took {lost / 1e6:,.0f} ms longer than quick ones were counted, but not kept one by one",
+            f"calls that took {time_text(lost)} longer than quick ones were counted, but not kept one by one",
             _DETAIL,
         )
     ]
@@ -200,7 +201,7 @@ def _waited(gpu: GpuAccount) -> str:
 def _with_something_to_do(gpu: GpuAccount) -> str:
     """Names the time that shares of waiting are of."""
     pauses = "" if gpu.asked_ns == gpu.window_ns else " with something to do"
-    return f"{gpu.asked_ns / 1e6:,.4g} ms{pauses}"
+    return f"{time_text(gpu.asked_ns)}{pauses}"
 
 
 def _not_computing(gpu: GpuAccount) -> list[MissingPart]:
@@ -237,7 +238,7 @@ def statement(account: Account) -> str:
         return "no submission waited for a reason that can be fixed"
     gpu = min(seen, key=lambda one: one.share(Line.COMPUTING))
     name = "the GPU" if len(seen) == 1 else f"GPU {gpu.device}, which computed least,"
-    parts = [f"{name} computed for {gpu.share(Line.COMPUTING):.0%} of {gpu.window_ns / 1e6:,.4g} ms"]
+    parts = [f"{name} computed for {gpu.share(Line.COMPUTING):.0%} of {time_text(gpu.window_ns)}"]
     shares = {
         "waited for copies for {}": gpu.share(*COPIES),
         "waited for the host for {}": gpu.share(*HOST),

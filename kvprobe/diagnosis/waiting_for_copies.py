@@ -23,14 +23,17 @@ import numpy as np
 
 from kvprobe.account import COPIES, GpuAccount, Line
 from kvprobe.account.stretches import NOBODY
-from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, Loss, cause_of
+from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
 from kvprobe.diagnosis.joined import JoinedRecording, ms, of_the_time, share
 from kvprobe.diagnosis.left import most_left
+from kvprobe.diagnosis.waited_copies import WaitedCopies, waited_copies
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import Array, Direction, Engine
 
 CAUSE = cause_of(__name__)
 LOADS, STORES = "loads", "stores"
+WEIGHTS = "weights_not_overlapped"
+HARDLY = 0.01  # of what is lost: a change that saves less is none
 AHEAD = Change(
     "Submit each load one step earlier, on a stream of its own, and let the compute stream wait for its event just "
     "before the first kernel that needs it (vLLM, SGLang: asynchronous loading or prefetch)",
@@ -94,10 +97,18 @@ def find(joined: JoinedRecording) -> Finding | None:
         evidence.append(
             Evidence(f"in {ms(late)} of it the next kernel had not been launched yet", late, "ns", MEASURED)
         )
-    hidden = gpu.ns(Line.COMPUTING) - _beside(joined, gpu)
+    waited = waited_copies(joined, rows)
+    evidence[1:1] = waited.evidence()
+    promised = joined.account.claimed_ns(gpu, WEIGHTS, COPIES)
+    hidden = gpu.ns(Line.COMPUTING) - _beside(joined, gpu) - promised  # what computes can hide only so much, once
     first = HELD if 2 * int(copies.held.sum()) > len(rows) else AHEAD
-    beside = _beside_compute(by_direction, first, min(hidden / lost, 1.0) if lost else 1.0)
-    cure = [*beside, FEWER] if 2 * slow < lost else [FASTER, *beside, FEWER]
+    beside = _beside_compute(by_direction, waited.change(first), min(hidden / lost, 1.0) if lost else 1.0)
+    fewer = [FEWER]
+    if promised:
+        evidence.append(_no_more(promised))
+        beside = [one for one in beside if (one.share or 0.0) >= HARDLY]
+        fewer = [_fewer_weights(waited)]
+    cure = [*beside, *fewer] if 2 * slow < lost else [FASTER, *beside, *fewer]
     loss = Loss(
         lost,
         len(rows),
@@ -185,6 +196,25 @@ def _submitted(found: _Alone) -> list[Evidence]:
         )
         out.append(Evidence(text, held, "calls", COUNTED))
     return out
+
+
+def _fewer_weights(waited: WaitedCopies) -> Change:
+    """What is left to do where prefetching is promised already."""
+    how = " without waiting for each copy (`.to(device, non_blocking=True)`)" if waited.most else ""
+    return Change(
+        f"Prefetch the weights{how}: `{WEIGHTS}` says what that saves. For the rest, move fewer bytes: keep more "
+        "layers on the GPU, or hold them in fewer bits",
+        "setting",
+    )
+
+
+def _no_more(promised: int) -> Evidence:
+    """That the time in which the GPU computes is promised already."""
+    text = (
+        f"{ms(promised)} of copies could run while the GPU computes, which `{WEIGHTS}` counts; for the rest, it "
+        "computes too little to hide them"
+    )
+    return Evidence(text, promised, "ns", INFERRED)
 
 
 def _beside(joined: JoinedRecording, gpu: GpuAccount) -> int:

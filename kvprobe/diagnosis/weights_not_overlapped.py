@@ -6,7 +6,8 @@ first waits for its bytes and then computes. With a prefetch of one layer the tw
 Signature: weights are copied from CPU to GPU, and for most of this time no kernel of the same process runs, although
 the process has kernels that could hide the copies. Copies are of weights if the same source is loaded in every forward,
 at least 1 MiB each time, and the loads are not redundant. If a recording has no addresses, one of these must be true:
- - NVTX ranges around the calls say so (weight, param, layer, offload, prefetch, fsdp).
+ - NVTX ranges around the calls say so (weight, param, layer, offload, prefetch, fsdp). A range around all of the
+   copies says nothing of one.
  - The sizes of the copies repeat in the same order, and are at least 1 MiB.
  - Many copies have one such size, and each was submitted before the kernel in front of it had ended, so that it could
    have run beside this kernel. A copy that was submitted later may not have been possible earlier.
@@ -24,6 +25,7 @@ import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
+from kvprobe.diagnosis.waited_copies import waited_copies
 from kvprobe.recordings.intervals import Cover, ascending, distinct, in_time
 from kvprobe.recordings.link_rate import PCIE_5
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
@@ -61,22 +63,8 @@ def _weights(joined: JoinedRecording, rows: Array) -> tuple[Array, str]:
         if len(cycle) < 2 or int(table["bytes"][cycle].sum()) < 1 << 20:  # a scratch buffer, filled again and again
             return rows[:0], ""
         return rows[weights], "the same sources are loaded again and again"
-    if joined.recording.ranges.rows and known.any():
-        sample = np.flatnonzero(known)[:: 1 + int(known.sum()) // 300]
-        named = np.array(
-            [
-                any(
-                    w
-                    in joined.innermost_range(
-                        int(joined.process[calls[i]]), int(joined.thread[calls[i]]), int(joined.start[calls[i]])
-                    ).lower()
-                    for w in WORDS
-                )
-                for i in sample
-            ]
-        )
-        if named.mean() > 0.5:
-            return rows, "ranges around the copies name weights"
+    if joined.recording.ranges.rows and known.any() and _named(joined, calls[known]):
+        return rows, "ranges around the copies name weights"
     size = table["bytes"][rows]
     large = size >= 1 << 20
     big = size[large]
@@ -87,6 +75,19 @@ def _weights(joined: JoinedRecording, rows: Array) -> tuple[Array, str]:
     if len(between):
         return between, "copies of one size follow kernels that could have run beside them, again and again"
     return rows[:0], ""
+
+
+def _named(joined: JoinedRecording, calls: Array) -> bool:
+    """Whether the innermost ranges around most of these calls name weights.
+
+    A range that contains all calls of its thread says what the program is, and nothing of one copy.
+    """
+    sample = calls[:: 1 + len(calls) // 300]
+    where = [(int(joined.process[one]), int(joined.thread[one]), int(joined.start[one])) for one in sample]
+    begins, ends = joined.start[calls], joined.end[calls]
+    whole = int(begins.min()), int(ends.max())
+    names = [joined.innermost_range(*one, but=whole).lower() for one in where]
+    return 2 * sum(any(word in name for word in WORDS) for name in names) > len(names)
 
 
 def _between_kernels(joined: JoinedRecording, rows: Array) -> Array:
@@ -183,6 +184,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     if not chosen:
         return None
     rows, loss_ns = np.concatenate(chosen), np.concatenate(losses)
+    waited = waited_copies(joined, rows)
     return joined.device_finding(
         CAUSE,
         "The GPU waited {lost} for weight copies that could have run while it computed",
@@ -213,9 +215,10 @@ def find(joined: JoinedRecording) -> Finding | None:
                 INFERRED,
             ),
             Evidence(f"these copies are taken to be weights because {reason}", len(rows), "calls", INFERRED),
+            *waited.evidence(),
         ),
         cure=(
-            Change(PREFETCH, share=1.0),
+            waited.change(Change(PREFETCH, share=1.0)),
             Change("Keep fewer layers in CPU memory, spread evenly, so that each copy has compute to hide behind"),
         ),
     )

@@ -68,7 +68,7 @@ def whole_triage(path: str | os.PathLike[str], window: Callable[[Recording], Ser
         )
         for queue in found.streams
     ]
-    lost = sum(one.lost_ns for one in findings if one.cause in FULL_QUEUE and not one.abstains)
+    causes = [(one.cause, one.lost_ns) for one in findings if one.cause in FULL_QUEUE and not one.abstains]
     reason = found.reason if verdict.state == "found" and found.conclusion.full else verdict.reason
     if verdict.state == "healthy":
         reason = found.reason if found.verdict == "not full" else verdict.reason
@@ -79,6 +79,6 @@ def whole_triage(path: str | os.PathLike[str], window: Callable[[Recording], Ser
         found.how,
         queues,
         native=False,
-        lost_ns=lost,
         missing=[(one.what, one.how) for one in verdict.missing],
+        causes=causes,
     )

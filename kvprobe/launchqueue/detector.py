@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvprobe.durations import time_text
 from kvprobe.launchqueue.baseline import Baseline
 from kvprobe.launchqueue.calibration import QueueLimits
 from kvprobe.launchqueue.call_counts import CallCounts, QueueWindow
@@ -254,8 +255,8 @@ class Detector:
         state.window = None
         self.reason = (
             f"{window.blocked:,} calls on stream {seen.stream:#x} blocked with {state.depth:,} operations outstanding "
-            f"(the queue holds {self.limits.depth:,}); the longest took {window.longest_ns / 1e3:.1f} µs "
-            f"instead of the usual {self._baseline.ns / 1e3:.2f} µs"
+            f"(the queue holds {self.limits.depth:,}); the longest took {time_text(window.longest_ns)} "
+            f"instead of the usual {time_text(self._baseline.ns)}"
         )
         return Slowness.SATURATION
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from kvprobe.durations import time_text
 from kvprobe.launchqueue import constants as c
 from kvprobe.launchqueue import evidence as seen
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from kvprobe.launchqueue.evidence import Evidence
 
-__all__ = ["NOT_ASKED", "STATES", "QueueConclusion", "conclude", "many", "ms", "overall"]
+__all__ = ["NOT_ASKED", "STATES", "QueueConclusion", "conclude", "many", "overall"]
 
 State = Literal["not full", "cannot tell", "full"]
 STATES: tuple[State, ...] = ("not full", "cannot tell", "full")  # the worse, the later
@@ -64,11 +65,6 @@ def many(states: Iterable[State]) -> State:
     return max(states, key=STATES.index, default="not full")
 
 
-def ms(ns: float) -> str:
-    """Milliseconds as a conclusion states them."""
-    return f"{ns / 1e6:.1f} ms"
-
-
 def _said(full: bool, because: str, otherwise: State = "not full") -> QueueConclusion:
     return QueueConclusion("full" if full else otherwise, because)
 
@@ -93,14 +89,17 @@ def _labels(e: seen.Labels) -> QueueConclusion:
 
 def _plateau(e: seen.Plateau) -> QueueConclusion:
     if e.deepest < c.LEAST_DEPTH:
-        return QueueConclusion("not full", f"never more than {e.deepest:,} submissions outstanding")
+        return QueueConclusion("not full", f"no call began with more than {e.deepest:,} others outstanding")
     if not e.slow:
         return QueueConclusion(
             "not full",
             f"at most {e.deepest:,} submissions were outstanding, and calls cost no more then than with few",
         )
     least = "" if e.shallowest == e.deepest else f"{e.shallowest:,} to "
-    what = f"{e.slow:,} calls with {least}{e.deepest:,} outstanding took {ms(e.lost_ns)} more than with few outstanding"
+    what = (
+        f"{e.slow:,} calls with {least}{e.deepest:,} outstanding took {time_text(e.lost_ns)} more than with few "
+        "outstanding"
+    )
     if e.in_graphs > c.IN_GRAPHS:
         return QueueConclusion(
             "cannot tell",
@@ -157,7 +156,7 @@ def _step(e: seen.DepthStep) -> QueueConclusion:
     enough = e.below >= c.LEAST_SEEN and share >= max(c.CHUNK_SHARE, c.STEP_TIMES * elsewhere)
     return _said(
         e.depth >= c.LEAST_DEPTH and enough and e.slow >= max(c.LEAST_BLOCKED, 4 * e.passed),
-        f"{e.slow:,} calls with {e.shallowest:,} or more outstanding took {ms(e.lost_ns)} more than others; "
+        f"{e.slow:,} calls with {e.shallowest:,} or more outstanding took {time_text(e.lost_ns)} more than others; "
         f"{share:.0%} of all calls at that depth are slow, and {elsewhere:.1%} of those with a free slot ({e.how})",
     )
 
@@ -169,7 +168,7 @@ def _pinned(e: seen.Pinned) -> QueueConclusion:
     """
     what = (
         f"{e.calls:,} calls were entered with {e.least:,} to {e.most:,} outstanding, {e.slow:,} of them took "
-        f"{ms(e.lost_ns)} more than others (counted by timing events in the stream)"
+        f"{time_text(e.lost_ns)} more than others (counted by timing events in the stream)"
     )
     there = e.depths[0] <= e.most and e.least <= e.depths[1]
     gathers = e.calls >= max(c.LEAST_SEEN, c.STEP_TIMES * e.elsewhere)
@@ -181,8 +180,8 @@ def _pinned(e: seen.Pinned) -> QueueConclusion:
 def _held_at(e: seen.HeldAt) -> QueueConclusion:
     """Chance does not explain two of them that make most of the time: a stall hits so few counts once in forty."""
     what = (
-        f"{e.calls:,} calls that took {ms(e.lost_ns)} more than others were entered with {e.least:,} to {e.most:,} "
-        "outstanding, as many as a queue takes (counted by timing events in the stream)"
+        f"{e.calls:,} calls that took {time_text(e.lost_ns)} more than others were entered with {e.least:,} to "
+        f"{e.most:,} outstanding, as many as a queue takes (counted by timing events in the stream)"
     )
     return _said(e.calls >= 2 and e.lost_ns >= e.elsewhere_ns, what)
 
@@ -193,8 +192,8 @@ def _in_burst(e: seen.InBurst) -> QueueConclusion:
     all_fit = e.proven and e.fits == e.bursts
     return _said(
         e.fits > 0 and (all_fit or (e.fits >= 3 and 3 * e.fits >= 2 * e.bursts)),
-        f"{e.calls:,} calls took {ms(e.lost_ns)} more than others, the first of a burst being its {which}: {e.queues} "
-        f"(inferred: counted from where the stream was empty; {_HOST_ONLY})",
+        f"{e.calls:,} calls took {time_text(e.lost_ns)} more than others, the first of a burst being its {which}: "
+        f"{e.queues} (inferred: counted from where the stream was empty; {_HOST_ONLY})",
     )
 
 
@@ -217,13 +216,15 @@ def _flood(e: seen.Flood) -> QueueConclusion:
     return QueueConclusion(
         "full",
         f"{e.longest:,} submissions followed each other without a pause, more than a queue holds, and {share:.0%} of "
-        f"them took {e.times:.2g} times as long as the quickest or longer, {ms(e.lost_ns)} more together (inferred: "
-        f"{_HOST_ONLY})",
+        f"them took {e.times:.2g} times as long as the quickest or longer, {time_text(e.lost_ns)} more together "
+        f"(inferred: {_HOST_ONLY})",
     )
 
 
 def _numbered(e: seen.NumberedLaunches) -> QueueConclusion:
-    what = f"{e.slow} kernel launches took {ms(e.lost_ns)} more than others, the first after {e.first:,} launches"
+    what = (
+        f"{e.slow} kernel launches took {time_text(e.lost_ns)} more than others, the first after {e.first:,} launches"
+    )
     few = e.slow < c.LEAST_BLOCKED or e.slow < c.CHUNK_SHARE * e.slow_span
     if few or e.lost_ns <= 4 * e.early_ns:
         return QueueConclusion("not full", what)
@@ -240,14 +241,18 @@ def _rest(e: seen.OtherSlowCalls) -> QueueConclusion:
     least = max(c.NOTABLE_NS, c.NOTABLE_SHARE * e.span_ns)
     how = f"({e.how})"
     if e.depth and not e.top:
-        return QueueConclusion("not full", f"never more than {e.deepest} of {e.depth} submissions outstanding {how}")
+        if e.deepest < e.depth:
+            most = f"no call began with more than {e.deepest:,} others outstanding, and a queue takes {e.depth:,} {how}"
+            return QueueConclusion("not full", most)
+        slow = f"calls that were slow began with fewer outstanding than the {e.depth:,} that a queue takes"
+        return QueueConclusion("not full", f"up to {e.deepest:,} were outstanding, but {slow} {how}")
     if e.slow_ns <= least:
-        up_to = f"no calls became and stayed slow from one depth on, with up to {e.deepest} outstanding {how}"
+        up_to = f"no calls became and stayed slow from one depth on, with up to {e.deepest:,} outstanding {how}"
         return QueueConclusion("not full", up_to)
-    what = f"{e.what} took {ms(e.slow_ns)} more than others, not in the pattern of a full queue {how}"
+    what = f"{e.what} took {time_text(e.slow_ns)} more than others, not in the pattern of a full queue {how}"
     if e.slow_ns - e.no_cpu_ns > least:
         return QueueConclusion("cannot tell", what)
-    return QueueConclusion("not full", f"{what}; their threads waited {ms(e.no_cpu_ns)} of it for a CPU")
+    return QueueConclusion("not full", f"{what}; their threads waited {time_text(e.no_cpu_ns)} of it for a CPU")
 
 
 def _over_streams(e: seen.OverStreams) -> QueueConclusion:

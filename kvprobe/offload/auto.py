@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kvprobe.durations import time_text
 from kvprobe.launchqueue.constants import (
     COSTLY_BATCH,
     LEAST_SEEN,
@@ -179,7 +180,7 @@ class Auto:
         self._scale = (sample.of or sample.copies).bit_length() // 2
         held_up = 0 < SLOWER_TIMES * self.baseline_ns * sample.copies <= sample.submit_ns
         self._held.append(sample.outstanding + sample.copies if held_up else 0)
-        why = f"a copy took {sample.submit_ns / max(1, sample.copies) / 1e3:.2f} µs to submit"
+        why = f"a copy took {time_text(sample.submit_ns / max(1, sample.copies))} to submit"
         host = self._host
         host.add(sample.submit_ns, self.slow_ns, MIN_GAIN, sample.end_ns, NOTABLE_SHARE)
         self._idle += 1
@@ -188,7 +189,7 @@ class Auto:
             self._found(SATURATION, f"{SATURATION}: {why}")
         elif host.weight >= EVIDENCE and host.lost_ns >= LOSS_NS:
             cause = COSTLY_BATCH if self.base.method == "batch" else SMALL_COPIES
-            self._found(cause, f"{cause}: {why}, and callers have lost {host.lost_ns / 1e6:.1f} ms")
+            self._found(cause, f"{cause}: {why}, and callers have lost {time_text(host.lost_ns)}")
         elif sample.own_ns and sample.expected_ns:
             self._look_at_the_copies(sample, sample.own_ns, 0 if sample.outstanding else NOTABLE_SHARE)
 

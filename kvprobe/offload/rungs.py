@@ -7,6 +7,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from kvprobe.durations import time_text
+
 __all__ = ["Comparison", "Costs", "Decision", "Decisions", "Excess", "Rung", "Sample", "compare"]
 
 MOST_DECISIONS = 1000  # that are kept: a server runs for months
@@ -228,7 +230,7 @@ class Comparison:
         """What did not."""
         if self.copy_gain < min(1.0, self.submit_gain):
             return f"the copies themselves take {1 / self.copy_gain:.2f} times as long"
-        return f"no gain: {self.after_ns / 1e3:.2f} µs a copy, {self.before_ns / 1e3:.2f} µs before"
+        return f"no gain: {time_text(self.after_ns)} a copy, {time_text(self.before_ns)} before"
 
     def evidence(self) -> dict[str, Any]:
         """Figures for the decision's event."""

@@ -71,6 +71,7 @@ class Triage:
         queues: one for each stream that was submitted to, most time lost first.
         native: whether it was measured natively.
         missing: what an undecided recording lacks, and how to record it.
+        causes: the findings that `lost_ns` adds up, as a report names them, with the time of each.
     """
 
     def __init__(
@@ -81,12 +82,12 @@ class Triage:
         how: str,
         queues: list[QueueTriage],
         native: bool,
-        lost_ns: int | None = None,
         missing: list[tuple[str, str]] | None = None,
+        causes: list[tuple[str, int]] | None = None,
     ) -> None:
         self.path, self.verdict, self.reason, self.how, self.queues = path, verdict, reason, how, queues
-        self.lost_ns = sum(queue.lost_ns for queue in queues) if lost_ns is None else lost_ns
-        self.native, self.missing = native, missing or []
+        self.lost_ns = sum(queue.lost_ns for queue in queues) if causes is None else sum(ns for _, ns in causes)
+        self.native, self.missing, self.causes = native, missing or [], causes or []
 
 
 def certain(one: Triage) -> bool:

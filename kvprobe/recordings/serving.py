@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvprobe.durations import time_text
 from kvprobe.errors import UsageError
 from kvprobe.recordings.assemble import is_kind
 from kvprobe.recordings.intervals import distinct
@@ -156,7 +157,7 @@ def serving_window(
         high = min(high, first + end_ns)
         how.append("--to")
     if low >= high or low > last or high < first:
-        raise UsageError(f"nothing of the recording lies in that window: it is {(last - first) / 1e9:.3g} s long")
+        raise UsageError(f"nothing of the recording lies in that window: it is {time_text(last - first)} long")
     return ServingWindow(high, np.full(processes, low, dtype=np.int64), "given by " + " and ".join(how), first, True)
 
 

@@ -124,9 +124,9 @@ def _said(moved: Mapping[FindingChange, float]) -> str:
     title = f"\u201c{first.title.rstrip('.')}\u201d"
     before, after = percent(first.share_before), percent(first.share_after)
     if first.what in ("less", "more"):
-        text = f"{title} loses {after} of the time instead of {before} ({first.confidence})"
+        text = f"{title} costs {after} of the window instead of {before} ({first.confidence})"
     else:
-        lost = f"it lost {before} of the time" if first.what == "gone" else f"it loses {after} of the time"
+        lost = f"it cost {before} of the window" if first.what == "gone" else f"it costs {after} of the window"
         figure = "results at stake" if _wrong_results(first) else lost
         text = f"{title} is {first.what} ({figure}, {first.confidence})"
     return text + (f", with {rest} more finding{'s' if rest > 1 else ''}" if rest else "")

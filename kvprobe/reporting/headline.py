@@ -25,6 +25,7 @@ __all__ = [
     "Part",
     "call_text",
     "change_parts",
+    "changes_parts",
     "cure_parts",
     "direction_text",
     "of_recording",
@@ -137,12 +138,15 @@ def cure_parts(text: str) -> list[Part]:
     return [one for one in parts if one.text] + lines
 
 
-def saving_text(change: Change) -> str:
+def saving_text(change: Change, before: Sequence[Change] = ()) -> str:
     """What a change alone saves, as far as it was predicted: "predicted to save 53.9 ms"; "" for another recording.
 
     The thread time that it saves stands beside it where that is more: the host's own time, which the GPU did not wait
-    for.
+    for. A saving is promised once: one that equals that of a change `before` it is the same time.
     """
+    promise = change.predicted_saving_ns, change.thread_saving_ns
+    if any(promise) and promise in [(one.predicted_saving_ns, one.thread_saving_ns) for one in before]:
+        return f"instead of another change: the same {duration(promise[0] or promise[1])}"
     if change.kind == "recording":
         return ""
     if change.predicted_saving_ns is None:
@@ -175,11 +179,19 @@ def terminal_lines(recording: Recording, finding: Finding) -> list[str]:
     return out
 
 
-def change_parts(change: Change) -> list[Part]:
-    """A change as prose and code, with the line to change where it is known, and what it saves."""
+def changes_parts(changes: Sequence[Change]) -> list[list[Part]]:
+    """The changes of one finding, each as prose and code."""
+    return [change_parts(one, changes[:i]) for i, one in enumerate(changes)]
+
+
+def change_parts(change: Change, before: Sequence[Change] = ()) -> list[Part]:
+    """A change as prose and code, with the line to change where it is known, and what it saves; `before`: the others.
+
+    Those that the reader has seen, whose savings are not promised again.
+    """
     parts = cure_parts(change.text)
     said = [Part(f", at {change.at}")] if change.at else []
-    saving = saving_text(change)
+    saving = saving_text(change, before)
     said += [Part(f" ({saving})")] if saving else []
     last = next((i for i, part in enumerate(parts) if part.code), len(parts))  # lines to copy come after the sentence
     return parts[:last] + said + parts[last:]
@@ -253,7 +265,7 @@ def of_recording(
     if rest:
         others = sum(one.lost_ns for one in order[1:])
         facts.append(Fact("Other findings", str(rest), f"{duration(others)} more lost" if others else ""))
-    out = PageHead(first.severity, headline, detail, facts, [change_parts(change) for change in first.cure[:3]])
+    out = PageHead(first.severity, headline, detail, facts, changes_parts(first.cure[:3]))
     if first.calls:
         same = [one for one in first.where if one.thread == first.calls[0].thread]
         stream = first.calls[0].stream_name or (same[0].stream_name if same else "")
@@ -277,7 +289,7 @@ def _undecided(judged: Verdict, findings: Examination, facts: list[Fact]) -> Pag
     if abstained and abstained[0].reason.endswith(lacks.what):
         one = abstained[0]
         detail = one.reason[:1].upper() + one.reason[1:] if one.reason else one.title
-        cures = [change_parts(change) for change in one.cure[:3]]
+        cures = changes_parts(one.cure[:3])
         return PageHead("unknown", f"Undecided. {one.title}".rstrip(".") + ".", detail, facts, cures)
     also = "; ".join(one.what for one in judged.missing[1:3])
     cures = [cure_parts(f"{lacks.how[:1].upper()}{lacks.how[1:]}.")]

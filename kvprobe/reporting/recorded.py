@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvprobe import requests, sizing
-from kvprobe.diagnosis import llama_cpp, offload_benefit
+from kvprobe.diagnosis import CAUSES, llama_cpp, offload_benefit
 from kvprobe.diagnosis.finding import ranked
 from kvprobe.diagnosis.startup import startup
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Recording
@@ -139,7 +139,7 @@ def view(recording: Recording, findings: Examination | None, queues: Occupancy |
             out.lead = f"Ranked by severity, then by time lost, in {duration(span_ns)} recorded"
             out.lead += f"; time lost, added up over all threads and devices: {spent}." if spent else "."
         elif out.verdict.state == "ok":
-            out.lead = f"Nothing found: {examined}, and looked for every known cause."
+            out.lead = f"Nothing found: {examined}, and looked for {_looked_for(findings)}."
         else:
             out.lead = f"Not enough was recorded to tell: {examined}."
     queues = queues or (occupancy(recording) if len(found.rows) else None)
@@ -147,6 +147,13 @@ def view(recording: Recording, findings: Examination | None, queues: Occupancy |
     for one in out.sections:
         one.folded = one.id == "startup"
     return out
+
+
+def _looked_for(findings: Examination) -> str:
+    """How many of the known causes the recording can show."""
+    if not findings.not_looked_for:
+        return f"all {len(CAUSES)} known causes"
+    return f"{len(CAUSES) - len(findings.not_looked_for)} of {len(CAUSES)} known causes"
 
 
 def _sections(
@@ -590,7 +597,7 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
         "meta": " · ".join(meta),
         "lost": _lost(finding, what),
         "evidence": evidence,
-        "cures": [headline.change_parts(one) for one in finding.cure],
+        "cures": headline.changes_parts(finding.cure),
         "calls": _calls_table(finding, found) if finding.calls else None,
         "figures": values if values.rows else None,
         "chart": _zoom(i, finding, recording, found),

@@ -316,7 +316,8 @@ def occupancy_charts(
         found.span,
         charts.Axis("submissions outstanding", "outstanding", "count"),
         charts.Besides(marks=marks, levels=levels),
-        how=f"{_HOW[queues.how]} A call counts as outstanding from the moment it is entered.",
+        how=f"{_HOW[queues.how]} The chart counts a call from the moment it is entered, so it shows "
+        "one more than the others that were outstanding then.",
     )
     return chart, _cliff(recording, found, queues)
 

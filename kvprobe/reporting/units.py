@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from kvprobe.durations import three_digits, time_text
+
 __all__ = [
     "ABOVE_LINK",
     "NONE",
@@ -24,18 +26,7 @@ NONE = "\u2013"  # a dash: not known, or not there
 TIMES_SIGN = "\u00d7"
 ABOVE_LINK = 1.05  # of the link's rate; less beyond it is what two measurements differ by
 
-_TIMES = ((1e9, "s"), (1e6, "ms"), (1e3, "µs"), (1.0, "ns"))
 _BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
-
-
-def _three(value: float) -> str:
-    """Three significant digits without an exponent."""
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    value = float(f"{value:.3g}")  # first, so that 0.9996 has the digits of 1
-    if value == 0 or abs(value) < 0.001:
-        return f"{value:.1g}"
-    return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
 
 
 def _finite(value: float | None) -> bool:
@@ -43,17 +34,11 @@ def _finite(value: float | None) -> bool:
 
 
 def duration(ns: float | None) -> str:
-    """Nanoseconds as ns, µs, ms, s or minutes."""
+    """Nanoseconds as ns, µs, ms, s or minutes, the unit kept on the line of its number."""
     if ns is None or not _finite(ns):
         return NONE
-    if abs(ns) >= 120e9:
-        minutes, seconds = divmod(round(abs(ns) / 1e9), 60)
-        return f"{'-' if ns < 0 else ''}{minutes:,} min {seconds:02d} s"
-    for scale, unit in _TIMES:
-        # 999.6 ns would print as 1,000 ns: the next unit begins where rounding reaches it.
-        if abs(ns) >= scale * 0.9995 or scale == 1.0:
-            return f"{_three(ns / scale)}\u00a0{unit}"
-    raise AssertionError  # pragma: no cover
+    number, _, unit = time_text(ns).rpartition(" ")
+    return time_text(ns) if " " in number else f"{number}\u00a0{unit}"
 
 
 def bytes_text(count: float | None) -> str:
@@ -62,7 +47,7 @@ def bytes_text(count: float | None) -> str:
         return NONE
     for scale, unit in _BYTES:
         if abs(count) >= scale:
-            return f"{_three(count / scale)}\u00a0{unit}"
+            return f"{three_digits(count / scale)}\u00a0{unit}"
     return f"{count:,.0f}\u00a0B"
 
 
@@ -72,7 +57,7 @@ def rate(bytes_per_s: float | None) -> str:
         return NONE
     for scale, unit in ((1e12, "TB/s"), (1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s")):
         if abs(bytes_per_s) >= scale:
-            return f"{_three(bytes_per_s / scale)}\u00a0{unit}"
+            return f"{three_digits(bytes_per_s / scale)}\u00a0{unit}"
     return f"{bytes_per_s:.0f}\u00a0B/s"
 
 
@@ -105,18 +90,18 @@ def ratio(before: float | None, after: float | None) -> str:
 
 def change_text(ratio: float) -> str:
     """A change as it is quoted everywhere: how many times lower or higher; `ratio` is after over before."""
-    if _three(max(ratio, 1 / ratio)) == "1.00":
+    if three_digits(max(ratio, 1 / ratio)) == "1.00":
         return "unchanged"
     if ratio >= 1:
-        return f"{_three(ratio)}{TIMES_SIGN} higher"
-    return f"{_three(1 / ratio)}{TIMES_SIGN} lower"
+        return f"{three_digits(ratio)}{TIMES_SIGN} higher"
+    return f"{three_digits(1 / ratio)}{TIMES_SIGN} lower"
 
 
 def number_text(value: float | None) -> str:
     """A number without a unit, never with an exponent: whole where it is whole, else three significant digits."""
     if value is None or not _finite(value):
         return NONE
-    return f"{value:,.0f}" if value == int(value) else _three(value)
+    return f"{value:,.0f}" if value == int(value) else three_digits(value)
 
 
 def value_text(name: str, value: object) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from kvprobe.durations import time_text
 from kvprobe.output.requests import LiveRequestsJson
 from kvprobe.recordings.model import Phase
 from kvprobe.requests.usual import like_of, usual
@@ -353,7 +354,7 @@ class LateTokens:
         if self.worst is None:
             return said
         step = f" in step {self.worst.step}" if self.worst.step >= 0 else ""
-        return f"{said}; request {self.worst.request} waited longest, {self.worst.ns / 1e6:,.1f} ms{step}"
+        return f"{said}; request {self.worst.request} waited longest, {time_text(self.worst.ns)}{step}"
 
     def to_json(self) -> dict[str, Any]:
         """Plain values."""

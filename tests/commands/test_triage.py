@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvprobe.commands.triage import _cells
+from kvprobe.durations import time_text
 from kvprobe.recordings.trace_library import native_library
 
 CALL = (
@@ -53,10 +54,22 @@ def test_worst_first_with_time_depth_stream_and_file(kvprobe, tmp_path: Path) ->
     assert lost == pytest.approx([90, 60], rel=0.02)
 
 
+def test_time_of_several_causes_is_divided_as_a_report_does(kvprobe, tmp_path: Path) -> None:
+    data = Path(__file__).resolve().parents[1] / "gpu" / "data" / "accounts" / "nsys"
+    path = data / "stores_of_a_prefill_hold_back_the_next_one.sqlite.gz"
+    code, out, _ = kvprobe("triage", path)
+    assert code == 0
+    code, report, _ = kvprobe("report", "--json", path, "-o", tmp_path / "page.html")
+    found = {one["cause"]: one["lost_ns"] for one in json.loads(report)["findings"]}
+    causes = ("launch_queue_saturation", "fence_before_copies")
+    assert code == 0 and out.splitlines()[1].split()[1:3] == time_text(sum(found[one] for one in causes)).split()
+    assert out.splitlines()[2].strip() == "of which " + ", ".join(f"{one} {time_text(found[one])}" for one in causes)
+
+
 def test_a_depth_that_is_not_known_is_no_number() -> None:
     queue = SimpleNamespace(verdict="found", ceiling=-1, title="stream 7")
-    cells = _cells(SimpleNamespace(queues=[queue], verdict="found", lost_ns=5_000_000, path=Path("t.json")))
-    assert cells == ("full", "5.0 ms", "-", "stream 7", "t.json")
+    cells = _cells(SimpleNamespace(queues=[queue], verdict="found", lost_ns=5_000_000, causes=[], path=Path("t.json")))
+    assert cells == ("full", "5.00 ms", "-", "stream 7", "t.json")
 
 
 def test_json_has_every_queue_and_the_reason(kvprobe, tmp_path: Path) -> None:

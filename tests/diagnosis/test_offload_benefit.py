@@ -38,7 +38,7 @@ def test_it_helps_where_prefill_saved_exceeds_what_was_waited() -> None:
     assert (found.hit_share, found.wasted_share, found.saved_ns) == (0.5, 0.2, 1.5e9)
     assert found.sentence == (
         "Offload by vllm's OffloadingConnector helps: 50% of the prompt tokens that the GPU lacked came from it, about "
-        "1.5 s of prefill saved, 400 ms spent waiting for loads. 20% of what was stored was evicted before it was "
+        "1.50 s of prefill saved, 400 ms spent waiting for loads. 20% of what was stored was evicted before it was "
         "loaded."
     )
     assert one(waited_ns=2_000_000_000).conclusion == "does not help"
@@ -69,7 +69,7 @@ def test_a_cache_server_knows_no_prefill_and_says_where_a_load_pays() -> None:
     found = one(gpu_hit_tokens=None, prefill_ns_per_token=None, unread_blocks=None, waited_ns=60_000_000)
     assert found.conclusion == "undecided" and found.hit_share == 0.375
     assert found.sentence.endswith(
-        "(no step with a prompt, or too few). 38% of the prompt tokens came from it, 40 µs waited for each: it pays "
+        "(no step with a prompt, or too few). 38% of the prompt tokens came from it, 40.0 µs waited for each: it pays "
         "where prefill takes longer."
     )
     assert "waited for each" not in one(prefill_ns_per_token=None, waits=None, waited_ns=None).sentence

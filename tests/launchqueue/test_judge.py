@@ -26,7 +26,7 @@ from kvprobe.launchqueue.evidence import (
     StoodStill,
     Transfers,
 )
-from kvprobe.launchqueue.judge import QueueConclusion, conclude, many, ms, overall
+from kvprobe.launchqueue.judge import QueueConclusion, conclude, many, overall
 
 NO, MAYBE, FULL = "not full", "cannot tell", "full"
 
@@ -280,9 +280,9 @@ def test_a_rule_turns_where_it_says(evidence: Evidence, changed: dict[str, Any],
         (Labels(3, 7, 7, False), "blocked by a full command buffer, with 7 submissions outstanding"),
         (Labels(3, 6, 7, True), "with 6 to 7 submissions outstanding (approximate: CUDA graphs are among them)"),
         (replace(PLATEAU, slow=0), "at most 1,021 submissions were outstanding, and calls cost no more then"),
-        (PLATEAU, "300 calls with 1,020 to 1,021 outstanding took 9.0 ms more than with few outstanding; 90% of them"),
+        (PLATEAU, "300 calls with 1,020 to 1,021 outstanding took 9.00 ms more than with few outstanding; 90% of them"),
         (replace(PLATEAU, shallowest=1_021), "300 calls with 1,021 outstanding took"),
-        (replace(PLATEAU, deepest=9), "never more than 9 submissions outstanding"),
+        (replace(PLATEAU, deepest=9), "no call began with more than 9 others outstanding"),
         (CHANCE, "90% of them return when the stream moves on (60% would by chance)"),
         (replace(CHANCE, drained=0.7), "operations end so often that returning with one proves nothing"),
         (replace(CHANCE, at_pin=3), "operations end so often that returning with one proves nothing"),
@@ -291,7 +291,7 @@ def test_a_rule_turns_where_it_says(evidence: Evidence, changed: dict[str, Any],
         (replace(STOOD, delays=2), "3 long calls with 1,000 outstanding"),
         (
             STEP,
-            "40 calls with 990 or more outstanding took 5.0 ms more than others; "
+            "40 calls with 990 or more outstanding took 5.00 ms more than others; "
             "50% of all calls at that depth are slow, and 1.0%",
         ),
         (BURST, "being its number 1,021 to 1,022: 1,021"),
@@ -316,4 +316,3 @@ def test_the_worst_queue_speaks_for_a_recording() -> None:
     assert overall([(no, 3), (other, 9)]) == other
     assert overall([]) == QueueConclusion(NO, "nothing was submitted to a stream")
     assert many([NO, FULL, MAYBE]) == FULL and many([MAYBE, NO]) == MAYBE and many([]) == NO  # type: ignore[list-item]
-    assert ms(1_250_000) == "1.2 ms"

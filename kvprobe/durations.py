@@ -1,0 +1,31 @@
+"""How a time is written for people, everywhere: three significant digits and a unit."""
+
+from __future__ import annotations
+
+import math
+
+__all__ = ["three_digits", "time_text"]
+
+_TIMES = ((1e9, "s"), (1e6, "ms"), (1e3, "µs"), (1.0, "ns"))
+
+
+def three_digits(value: float) -> str:
+    """Three significant digits without an exponent."""
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    value = float(f"{value:.3g}")  # first, so that 0.9996 has the digits of 1
+    if value == 0 or abs(value) < 0.001:
+        return f"{value:.1g}"
+    return f"{value:,.{max(0, 2 - math.floor(math.log10(abs(value))))}f}"
+
+
+def time_text(ns: float) -> str:
+    """Nanoseconds as ns, µs, ms, s or minutes: "3.05 ms"; a finite number."""
+    if abs(ns) >= 120e9:
+        minutes, seconds = divmod(round(abs(ns) / 1e9), 60)
+        return f"{'-' if ns < 0 else ''}{minutes:,} min {seconds:02d} s"
+    for scale, unit in _TIMES:
+        # 999.6 ns would print as 1,000 ns: the next unit begins where rounding reaches it.
+        if abs(ns) >= scale * 0.9995 or scale == 1.0:
+            return f"{three_digits(ns / scale)} {unit}"
+    raise AssertionError  # pragma: no cover
