@@ -125,7 +125,8 @@ def _left(joined: JoinedRecording) -> Finding | None:
     if lacks:
         title = f"Nothing ran for {{lost}} between copies, and {lacks}"
         return joined.line_question(CAUSE, title, gpu, loss, evidence, lacks)
-    title = f"The GPU waited {{lost}} for the host, {of_the_time(lost, gpu)}: for most of it, the thread {DID[first]}"
+    part = "all this time" if by_line[first] == lost else f"for {ms(by_line[first])} of this wait"
+    title = f"The GPU waited {{lost}} for the host, {of_the_time(lost, gpu)}: {part}, the thread {DID[first]}"
     cure = [_of_part(CURES[line], by_line[line] / lost) for line in lines[:3]]
     return joined.line_finding(CAUSE, title, gpu, loss, evidence=evidence, cure=cure)
 
