@@ -102,8 +102,8 @@ def command(
     limit covers. CAUSE is the name of a cause or a part of the name, such as "pageable". "saturation" stands for every
     cause that goes back to a full launch queue. Only the serving window is judged, not the start-up.
 
-    A recording that is cut off, empty or does not show enough is undecided. A limit that such a recording exceeds still
-    fails. The other limits are skipped, and the exit code is 1 unless you pass --allow-undecided.
+    A recording that is cut off, empty or does not show enough is undecided. A limit still fails if
+    the recording exceeds it. The other limits are skipped, and the exit code is 1 unless you pass --allow-undecided.
     """
     from kvprobe.errors import RecordingError
     from kvprobe.reporting import check_writable

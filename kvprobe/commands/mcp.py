@@ -26,8 +26,8 @@ def command(folders: tuple[Path, ...], convert: bool) -> None:
     An agent starts this command, and speaks the Model Context Protocol with it on stdin and stdout. The command needs
     `pip install "kvprobe[mcp]"`. Its answers are what other commands print with --json, in pages of a bounded size.
 
-    The command only reads. It opens nothing outside the folders, wherever a path or a link leads. It writes no file,
-    starts no program and makes no connection: an audit hook of Python refuses all three to the whole process.
+    The command only reads. Nothing outside the folders is opened, wherever a path or a link leads. No file is written,
+    no program is started and no connection is made: an audit hook of Python refuses all three to the whole process.
     """
     import tempfile
 

@@ -88,7 +88,7 @@ def command(
 ) -> None:
     """Record COMMAND, then try the changes that leave the program as it is: run COMMAND with and without each.
 
-    Such changes are environment variables, and `--fix auto` of `kvprobe run`. Runs with a change and runs without any
+    kvprobe tries environment variables, and `--fix auto` of `kvprobe run`. Runs with a change and runs without any
     change take turns. COMMAND must end by itself, and it gets no input.
 
     kvprobe measures the host time that submissions lost and the wall time. With --figure, kvprobe also compares a
