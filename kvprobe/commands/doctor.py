@@ -63,8 +63,8 @@ def command(device: str, as_json: bool) -> None:
 
     doctor measures the launch queue and the link in its own process and environment. So start doctor as you start the
     server: same variables, same container, same numactl. doctor pins memory for up to four seconds to see how much can
-    be pinned. doctor pins at most three quarters of the free memory, and gives all of it back. --device cuda imports torch.
-    The exit code is 1 if something is bad.
+    be pinned. doctor pins at most three quarters of the free memory, and gives all of it back. --device cuda imports
+    torch. The exit code is 1 if something is bad.
     """
     lines = list(examine(device))
     if as_json:
