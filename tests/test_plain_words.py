@@ -40,6 +40,13 @@ NOT_ASKED = {  # of proselint's rules
     "annotations": "`todo` is the name of what `doctor` advises",
 }
 WORDS = 50  # in a sentence, at most
+# What makes a reader of a help text or of `kvprobe causes NAME` go back: too many false alarms elsewhere.
+READ_TWICE = [
+    (re.compile(r"^ *(?:- )?(?:It|They|Here|Such|Nor|So (?:is|are|do|does))\b"), "begin with the noun that is meant"),
+    (re.compile(r"\bsuch\b(?! as\b| a way\b)"), "name it: these calls, a pause of this kind"),
+    (re.compile(r"\w (?:[-+=/]|x|min|max) (?=\w)|\bn\b"), "a formula: say what is added, taken away or multiplied"),
+    (re.compile(r"\b(?:likewise|the same of|ditto)\b"), "say the whole of it again"),
+]
 # Where a sentence ends: at a stop, or where a list, a table or a paragraph goes on.
 STOPS = re.compile(r"(?<=[.!?:;])[\"')”]*\s|\n\s*(?:[-*|#]|\d+\.)\s|\n\s*\n|\||\n(?=    )|\* ``")
 
@@ -159,6 +166,51 @@ def test_the_limit_sees_a_long_sentence() -> None:
         "x.py:1: 51 words in “word word word word word word ...”: two sentences"
     ]
     assert not too_long(python_texts(f'"""{"word " * 30}. {"word " * 30}."""'), "x.py")
+
+
+def read_twice(text: str) -> list[str]:
+    """The sentences of a text that break a rule of `READ_TWICE`, each with the rule's reason."""
+    plain = re.sub(r"`[^`]*`", "`", re.sub(r"\n(?! *- )(?!\n) *", " ", text.strip()))
+    out = []
+    for sentence in re.split(r"(?<=[.!?:])[)\"]*\s+|\n", plain):
+        out += [f"“{sentence}”: {why}" for rule, why in READ_TWICE if rule.search(sentence)]
+    return out
+
+
+def shown_texts() -> dict[str, str]:
+    """What `kvprobe COMMAND --help` and `kvprobe causes NAME` print, by command and cause."""
+    import click
+
+    from kvprobe.cli import COMMANDS, cli
+    from kvprobe.diagnosis import CAUSES
+    from kvprobe.diagnosis.described import describe
+
+    top = click.Context(cli, info_name="kvprobe")
+    out = {}
+    for name in CAUSES:
+        found = describe(name)
+        out[f"kvprobe causes {name}"] = "\n".join([found.summary, *(text for _, text in found.parts)])
+    for name in COMMANDS:
+        command = cli.get_command(top, name)
+        assert command is not None
+        options = [one.help for one in command.params if isinstance(one, click.Option) and one.help]
+        out[f"kvprobe {name} --help"] = "\n\n".join([command.help or "", *options])
+    return out
+
+
+def test_help_and_causes_can_be_read_once() -> None:
+    texts = shown_texts()
+    assert len(texts) > 50
+    found = [f"{where}: {one}" for where, text in texts.items() for one in read_twice(text)]
+    assert not found, "\n".join(["docs/style.md says how to put it:", *found])
+
+
+def test_what_is_read_twice_is_seen() -> None:
+    bad = "It waits. Here the call blocks.\n - Such a call\n   blocks. Saving: lost - n x median."
+    assert [one.split("”: ")[1][:9] for one in read_twice(bad)] == ["begin wit"] * 3 + ["a formula"]
+    assert not read_twice(
+        "A call of this kind (such as `n - 1`) waits. The thread has no CPU, so it waits:\n - a case."
+    )
 
 
 @pytest.mark.parametrize(

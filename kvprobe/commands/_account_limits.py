@@ -18,9 +18,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _HELP = {
     "max_waiting_for_copies": "Share of its window that a GPU may wait for copies while no kernel runs: 10%.",
-    "max_waiting_for_host": "Share that a GPU may wait for the host: 10%.",
-    "max_not_known": "Share of a GPU's window that may remain unknown: 5%.",
-    "min_computing": "Smallest share of its window that a GPU must compute: 80%.",
+    "max_waiting_for_host": "Share of its window that a GPU may wait for the host: 10%.",
+    "max_not_known": "Share of its window in which it may be unknown what a GPU did: 5%.",
+    "min_computing": "Share of its window that a GPU must at least compute: 80%.",
 }
 
 

@@ -123,9 +123,9 @@ def window_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "--from",
         "begin",
         metavar="TIME",
-        help="Start of the part that is judged, from the start of the recording, as 1.5s.",
+        help="Judge only from this time on, counted from the start of the recording: 1.5s.",
     )
-    @click.option("--to", "end", metavar="TIME", help="End of the part that is judged, written as for --from.")
+    @click.option("--to", "end", metavar="TIME", help="Judge only up to this time, counted as for --from.")
     @click.option(
         "--range", "within", default="", metavar="NAME", help="Judge only what lies in NVTX ranges of this name."
     )

@@ -29,9 +29,9 @@ _WINDOW = {
     "from": {
         "type": "string",
         "maxLength": 40,
-        "description": "Start of the part that is judged, from the start, as 1.5s.",
+        "description": "Judge only from this time on, counted from the start of the recording: 1.5s.",
     },
-    "to": {"type": "string", "maxLength": 40, "description": "End of that part."},
+    "to": {"type": "string", "maxLength": 40, "description": "Judge only up to this time, counted as for from."},
     "range": {
         "type": "string",
         "maxLength": 1000,

@@ -43,17 +43,17 @@ SHOWN = 80  # characters of a command line there
 @click.argument("target", metavar="PID|NAME")
 @recording_options
 def command(target: str, output: Path | None, detail: str, max_bytes: int) -> None:
-    """Record every CUDA copy that the process PID makes from now on, and those of its children that use CUDA.
+    """Record the CUDA copies that the process PID and its children make from now on.
 
     NAME is a part of a process's command line. If several processes match, kvprobe takes the one that uses CUDA.
 
     kvprobe starts a thread in the process, which loads kvprobe's library. The library replaces the addresses of the
-    CUDA functions in the process. Results do not change, and the process keeps running. Processes that it starts from
-    now on are recorded, too. `kvprobe detach PID` restores the addresses and writes a report.
+    CUDA functions in the process. Results do not change, and the process keeps running. Children that the process
+    starts from now on are recorded, too. `kvprobe detach PID` restores the addresses and writes a report.
 
-    Two kinds of calls are not recorded: calls through an address that a library looked up earlier (dlsym,
-    cuGetProcAddress), and calls of a statically linked CUDA runtime. The process must belong to the same user and run
-    in the same container.
+    attach cannot record two kinds of copies: those that a library makes through an address that it looked up earlier
+    (dlsym, cuGetProcAddress), and those of a statically linked CUDA runtime. The process must belong to the same user
+    and run in the same container.
     """
     from kvprobe.instrument import attach
     from kvprobe.probe import processes

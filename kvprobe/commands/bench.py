@@ -56,8 +56,9 @@ ROUNDS = 3  # at least: a spread needs them
 def command(context: click.Context, device: str, seconds: float, as_json: bool, report: Path | None) -> None:
     """Run the workload of `kvprobe demo` under shared, pooled and auto in turn, and copies in a loop and in batches.
 
-    Every figure is a median over rounds; ratios are taken within a round, so that what slows the machine for a while
-    slows both sides. The range is from the lowest to the highest ratio of a round.
+    shared, pooled and auto are stream policies: one stream for all copies, a stream from a pool for each transfer, and
+    kvprobe's own choice. Every figure is a median over rounds. Each ratio compares two runs of one round, so that
+    whatever slows the machine for a while slows both. The range is from the lowest to the highest ratio of a round.
     """
     from kvprobe.launchqueue import calibrate
 

@@ -30,10 +30,12 @@ __all__ = ["command"]
 @click.option("--report", type=GivenPath(), metavar="FILE", help="Write the curves as an HTML page.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
 def command(device: str, quick: bool, use_cached: bool, report: Path | None, as_json: bool) -> None:
-    """Measure depth and channels of the launch queue, and bandwidth, submission cost and slowdown of each method.
+    """Measure the depth and channels of the launch queue, and each method of copying.
 
-    The result is kept for this GPU, driver, CUDA version and link; engines on this machine choose by it. It takes well
-    under a minute; nothing else should use the GPU or the link meanwhile.
+    For each method, calibrate measures the bandwidth, what a submission costs, and how much the copies slow down
+    compute. kvprobe keeps the result for this GPU, driver, CUDA version and link. kvprobe's offload engine on this
+    machine chooses its method by the result. The measurement takes well under a minute. Nothing else should use the GPU
+    or the link meanwhile.
     """
     from kvprobe.offload import method_cache, method_calibration
     from kvprobe.offload.methods import copier_for

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
+NO_CRITICAL = "no critical finding"  # what is asked where no limit is given
+
 
 @dataclass(frozen=True)
 class CheckedLimit:
@@ -46,19 +48,28 @@ class CheckedLimit:
         """What was found, beside its limit where that is a figure."""
         return self.found if self.allowed == "none" else f"{self.found} (limit {self.allowed})"
 
+    @property
+    def title(self) -> str:
+        """What was looked at, as a terminal names it: "critical findings", "causes like “pageable”", "max-call"."""
+        if self.name == NO_CRITICAL:
+            return "critical findings"
+        return f"causes like “{self.name[3:]}”" if self.name.startswith("no ") else self.name
+
 
 @click.command(short_help="Fail with an exit code when a recording breaks a limit.")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=GivenPath())
-@click.option("--max-blocked", metavar="SHARE", help="Time that one thread may lose in blocked calls: 1% or 20ms.")
+@click.option("--max-blocked", metavar="SHARE|TIME", help="Time that one thread may lose in blocked calls: 1% or 20ms.")
 @click.option("--max-submit-p50", metavar="TIME", help="Median host time of a submission: 5us.")
-@click.option("--max-submit-p99", metavar="TIME", help="99th percentile of the same: 50us.")
-@click.option("--max-call", metavar="TIME", help="Longest submission: 1ms.")
+@click.option("--max-submit-p99", metavar="TIME", help="99th percentile of the host time of a submission: 50us.")
+@click.option("--max-call", metavar="TIME", help="Host time of the longest submission: 1ms.")
 @click.option(
-    "--max-lost", metavar="SHARE", help="Time that one finding may cost (except the profiler's own work): 5% or 100ms."
+    "--max-lost",
+    metavar="SHARE|TIME",
+    help="Time that one finding may cost, except findings about the profiler's own work: 5% or 100ms.",
 )
 @account_limits
 @click.option("--no", "banned", multiple=True, metavar="CAUSE", help="A cause that must not be found; may be repeated.")
-@click.option("--allow-undecided", is_flag=True, help="Exit with 0 even where a limit cannot be decided.")
+@click.option("--allow-undecided", is_flag=True, help="Exit with 0 even if a limit cannot be decided.")
 @click.option("--junit", type=GivenPath(), help="Write the outcome as JUnit XML.")
 @click.option("--json", "as_json", is_flag=True, help="Print the outcome as one JSON object.")
 @click.option(
@@ -67,7 +78,7 @@ class CheckedLimit:
     type=click.Choice(["text", "github"]),
     default="text",
     show_default=True,
-    help="github: annotations, at the Python line where a stack names it.",
+    help="github: annotations for GitHub Actions, at the Python line to change where a stack shows this line.",
 )
 @window_options
 def command(
@@ -85,14 +96,14 @@ def command(
     of_account: AccountLimits,
     window: WindowOptions,
 ) -> int:
-    """Check recordings against limits: exit code 1 if one is exceeded or cannot be decided, 0 if all are kept.
+    """Check recordings against limits: exit code 1 if a limit is exceeded or cannot be decided, 0 if all limits hold.
 
-    Without a limit, the check fails if there is a critical finding. CAUSE is the name of a cause or a part of it, such
-    as "pageable". "saturation" stands for every cause that goes back to a full launch queue. Only the serving window is
-    judged, not the start-up.
+    Without any limit, the check fails if there is a critical finding. With limits, it passes critical findings that no
+    limit covers. CAUSE is the name of a cause or a part of the name, such as "pageable". "saturation" stands for every
+    cause that goes back to a full launch queue. Only the serving window is judged, not the start-up.
 
-    A recording that is cut off, empty or does not show enough is undecided. Then the limits that it does not break are
-    skipped, and the exit code is 1 unless you pass --allow-undecided.
+    A recording that is cut off, empty or does not show enough is undecided. A limit still fails if
+    the recording exceeds it. The other limits are skipped, and the exit code is 1 unless you pass --allow-undecided.
     """
     from kvprobe.errors import RecordingError
     from kvprobe.reporting import check_writable
@@ -195,7 +206,7 @@ def _print(findings: Examination, limits: Sequence[CheckedLimit]) -> None:
         click.echo(plain(line))
     for one in limits:
         word = "FAIL" if one.broken else "skip" if one.undecided else "ok  "
-        click.echo(plain(f"{word}  {one.name}: {one.said}"))
+        click.echo(plain(f"{word}  {one.title}: {one.said}"))
         if one.broken and one.detail:
             click.echo(plain(f"      {one.detail}"))
     undecided = next((one.undecided for one in limits if one.undecided), "")
@@ -213,7 +224,7 @@ def _of_account(found: Examination, name: str, most: float) -> CheckedLimit:
         lacks = "it does not show what the GPU did; record with device activity"
         return CheckedLimit(name, percent(most), "not known", False, undecided=lacks)
     broken = worst.share < most if name.startswith("min") else worst.share > most
-    return CheckedLimit(name, percent(most), f"{percent(worst.share)}, {duration(worst.ns)}", broken, worst.gpu)
+    return CheckedLimit(name, percent(most), f"{percent(worst.share)}, {duration(worst.ns)}", broken, f"on {worst.gpu}")
 
 
 def _decided(limit: CheckedLimit, verdict: Verdict) -> CheckedLimit:
@@ -305,7 +316,7 @@ def _judge(recording: Recording, findings: Examination, queues: Occupancy, asked
     for name, causes in asked.causes.items():
         out.append(_absent(f"no {name}", [one for one in named if one.cause in causes]))
     if not out and not asked.account:
-        out.append(_absent("no critical finding", [one for one in named if one.severity == "critical"]))
+        out.append(_absent(NO_CRITICAL, [one for one in named if one.severity == "critical"]))
     return out
 
 
@@ -316,7 +327,7 @@ def _named(finding: Finding) -> str:
     line = f"{finding.cause}: {finding.title}"
     for change in finding.cure[:1]:
         saving = saving_text(change)
-        line += f" | {change.text}{f', at {change.at}' if change.at else ''}{f' ({saving})' if saving else ''}"
+        line += f" | {change.text}{f', at {change.at}' if change.at else ''}{f' | {saving}' if saving else ''}"
     return line
 
 

@@ -22,7 +22,7 @@ __all__ = ["command", "side_by_side"]
 @click.command(short_help="Compare two recordings, finding by finding.")
 @click.argument("before", type=GivenPath())
 @click.argument("after", type=GivenPath())
-@click.option("-o", "--output", type=GivenPath(), help="Write before and after as one HTML page.")
+@click.option("-o", "--output", type=GivenPath(), help="Also write the comparison as one HTML page.")
 @click.option("-f", "--force", is_flag=True, help="Overwrite a file that is not a report of kvprobe.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @window_options
@@ -30,11 +30,11 @@ def command(before: Path, after: Path, output: Path | None, force: bool, as_json
     """Say whether AFTER is better than BEFORE, and what changed: findings gone or new, calls slower or faster.
 
     kvprobe compares what each finding cost, and what a typical submission costs in the calls that both recordings have.
-    A change counts if it is at least 1% of the recorded time. Lost time is compared as a share of the recorded time,
-    because recordings differ in length.
+    Recordings differ in length, so kvprobe compares lost time as a share of the recorded time. A difference counts if
+    it is at least 1% of the recorded time.
 
-    A call counts as slower or faster if it changed by more than 5% and the 95% interval of the change does not include
-    1 (by block bootstrap).
+    A call counts as slower or faster if its time changed by more than 5% and the 95% interval of the ratio (by block
+    bootstrap) does not include 1.
 
     A recording that is cut off, empty or does not show enough cannot prove that a finding is gone. The result is then
     undecided, and the exit code is 1. --from, --to and --range compare a part of each recording.
@@ -59,7 +59,7 @@ def command(before: Path, after: Path, output: Path | None, force: bool, as_json
         DIFF.print(found.to_json(str(before), str(after)))
     else:
         _print_accounts(found)
-        _print(found.conclusion, found.changes, found.calls)
+        _print(found.conclusion, found.changes, found.calls, apart=bool(found.apart))
         if output is not None:
             click.echo(f"{output}")
     return 1 if found.conclusion.state == "undecided" else 0
@@ -97,7 +97,8 @@ def _names(before: Path, after: Path) -> tuple[str, str]:
 _SIGNS = {"undecided": "?", "gone": "-", "new": "+", "less": "v", "more": "^", "same": "="}
 
 
-def _print(conclusion: Conclusion, changes: list[FindingChange], calls: list[CallChange]) -> None:
+def _print(conclusion: Conclusion, changes: list[FindingChange], calls: list[CallChange], *, apart: bool) -> None:
+    """The conclusion, findings and calls; `apart`: the recordings should not be compared, as was said above."""
     from rich.console import Console
     from rich.padding import Padding
     from rich.table import Table
@@ -108,7 +109,8 @@ def _print(conclusion: Conclusion, changes: list[FindingChange], calls: list[Cal
     from kvprobe.reporting.units import change_text, duration, percent
 
     console = Console(highlight=False)
-    console.print(Text(plain(conclusion.sentence), "bold"))
+    reservation = "As far as these recordings can be compared: " if apart else ""
+    console.print(Text(plain(reservation + conclusion.sentence), "bold"))
     if conclusion.detail:
         console.print(Text(plain(conclusion.detail), "dim"))
     console.print()

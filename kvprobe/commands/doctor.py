@@ -62,10 +62,10 @@ class Check:
 def command(device: str, as_json: bool) -> None:
     """Check GPU, driver, link, memory limits, environment, launch queue, tools and installed servers.
 
-    The launch queue and the link are measured in this process, in this environment: start it as the server is started
-    (same variables, same container, same numactl). How much memory can be pinned is tried, for four seconds at most and
-    with no more than three quarters of what is free, and given back. --device cuda imports torch. Exit code 1:
-    something is bad.
+    doctor measures the launch queue and the link in its own process and environment. So start doctor as you start the
+    server: same variables, same container, same numactl. doctor pins memory for up to four seconds to see how much can
+    be pinned. doctor pins at most three quarters of the free memory, and gives all of it back. --device cuda imports
+    torch. The exit code is 1 if something is bad.
     """
     lines = list(examine(device))
     if as_json:

@@ -25,8 +25,8 @@ __all__ = ["command"]
 def command(inputs: tuple[Path, ...], form: str, output: Path, force: bool, limit: int | None) -> None:
     """Write recordings for other tools.
 
-    parquet: a folder with one file a table, for polars, pandas and DuckDB. perfetto: a trace with a counter of
-    outstanding submissions for each stream, for ui.perfetto.dev.
+    --to parquet writes a folder with one file for each table, for polars, pandas and DuckDB. --to perfetto writes a
+    trace for ui.perfetto.dev, with a counter of outstanding submissions for each stream.
     """
     from kvprobe.commands._reading import progress_bar
     from kvprobe.errors import UsageError

@@ -23,11 +23,11 @@ __all__ = ["command"]
 def command(folders: tuple[Path, ...], convert: bool) -> None:
     """Answer an agent's questions about the recordings below FOLDER, by default the working folder.
 
-    Speaks the Model Context Protocol on stdin and stdout; an agent starts it. Needs `pip install "kvprobe[mcp]"`. The
-    answers are what other commands print with --json, in pages of a bounded size.
+    An agent starts this command, and speaks the Model Context Protocol with it on stdin and stdout. The command needs
+    `pip install "kvprobe[mcp]"`. Its answers are what other commands print with --json, in pages of a bounded size.
 
-    It only reads. Nothing outside the folders is opened, wherever a path or a link leads; no file is written, no
-    program started and no connection made, and an audit hook of Python refuses these to the whole process.
+    The command only reads. Nothing outside the folders is opened, wherever a path or a link leads. No file is written,
+    no program is started and no connection is made: an audit hook of Python refuses all three to the whole process.
     """
     import tempfile
 

@@ -75,17 +75,17 @@ def command(
 ) -> None:
     """Serve what `kvprobe run --detail totals -- COMMAND` counts, for as long as it runs.
 
-    kvprobe only reads the files of the run, so a scrape costs the server nothing; memory and files do not grow. The
-    target is the same as for `kvprobe top`. The command ends when the run ends, or with Ctrl-C.
+    kvprobe only reads the files of the run, so a scrape costs the server nothing, and neither its memory nor the files
+    grow. You name the run as for `kvprobe top`. The command ends when the run ends, or with Ctrl-C.
 
     With --flight-recorder, kvprobe saves the newest calls of each thread when submissions become slow, as they do when
-    a launch queue is full. `kvprobe report DIR/flight-...` reads them. They are all copies if the server runs under
+    a launch queue is full. `kvprobe report DIR/flight-...` reads what was saved: all copies if the server runs under
     `kvprobe run --detail copies`, and only slow calls under --detail totals.
 
-    If the server marks its steps (`kvprobe.mark`, an adapter, the run folder's socket), kvprobe also serves times to
-    the first token and between tokens. Their OpenMetrics exemplars name the request, its step and its trace. With
-    --late-tokens, an alert prints a line and writes an `alert.json` into the saved folder. `kvprobe requests
-    DIR/flight-...` says which requests were late and why.
+    If the server marks its steps (`kvprobe.mark`, an adapter, the run folder's socket), kvprobe also serves the times
+    to the first token and between tokens. The OpenMetrics exemplars of these times name the request, its step and its
+    trace. With --late-tokens, an alert prints a line and writes an `alert.json` into the saved folder. `kvprobe
+    requests DIR/flight-...` says which requests were late and why.
     """
     if rules is not None:
         _write_rules(rules)

@@ -33,9 +33,9 @@ def command(
     """Reduce recordings to small summaries, merge them, and say which rank lost most and which made the others wait.
 
     INPUT is a recording, a folder with recordings anywhere in it, a URL (s3://bucket/run/*.json.gz), or a summary that
-    an earlier reduce wrote (.kvsum): summaries merge to the same bytes in any order. With --ray every machine of the
-    cluster reduces what it has at these paths. A killed worker's recordings are reduced again. Exit code 1: one could
-    not be read.
+    an earlier reduce wrote (.kvsum). Summaries merge to the same bytes in any order. With --ray, every machine of the
+    cluster reduces the recordings that it has at these paths. If a worker is killed, its recordings are reduced again.
+    The exit code is 1 if a recording could not be read.
     """
     from kvprobe.diagnosis.reduced import summarize
     from kvprobe.errors import UsageError

@@ -41,8 +41,8 @@ def command(
 ) -> None:
     """Read recordings of Nsight Systems, the PyTorch profiler or kvprobe and write a page that says what is wrong.
 
-    Several inputs (or a folder with a file for each rank) are judged together and shown side by side, then each under
-    its own name. The page is one file that opens without a network.
+    kvprobe judges several inputs together, and so the files of a folder with a file for each rank. The page first
+    compares the inputs, and then has a section for each input. The page is one file that opens without a network.
     """
     from kvprobe.reporting import check_writable, write_report
     from kvprobe.reporting.headline import terminal_lines

@@ -28,21 +28,26 @@ __all__ = ["command", "document", "served"]
     "--steps-by",
     default="",
     metavar="PATTERN",
-    help="Take NVTX ranges for steps: a regular expression with groups step, phase, request.",
+    help="Take NVTX ranges as steps: a regular expression with named groups (step, phase, request).",
 )
-@click.option("--otlp", metavar="URL", help="Also send spans of the requests there: http://HOST:4318/v1/traces.")
+@click.option(
+    "--otlp",
+    metavar="URL",
+    help="Also send spans of the requests to this OpenTelemetry endpoint: http://HOST:4318/v1/traces.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: waits, phases, late steps and requests.")
 @window_options
 def command(inputs: tuple[Path, ...], steps_by: str, otlp: str | None, as_json: bool, window: WindowOptions) -> int:
     """Say how long requests waited for their tokens, which were late, and which lines of the account made them so.
 
-    The recording must show the steps of the server: from `kvprobe.mark`, the socket of a run folder, or NVTX ranges. A
-    step is late if it took longer than Tukey's outer fence of similar steps: the third quartile plus three times the
+    The account says where the time of each GPU went, in lines such as "computing" and "waiting for copies". The
+    recording must show the steps of the server, from `kvprobe.mark`, the socket of a run folder, or NVTX ranges. A step
+    is late if it took longer than Tukey's outer fence of similar steps: the third quartile plus three times the
     interquartile range. The exit code is 1 if nothing can be decided.
 
     With --otlp, kvprobe sends spans of each request to OpenTelemetry: its queue, transfers, first token and late
-    tokens. The lines of the account are their attributes. If the server named its trace, the spans lie below the
-    server's own.
+    tokens. Each span carries the lines of the account as attributes. If the server named its trace, kvprobe's spans are
+    children of the server's spans.
     """
     export = _spans_to(otlp) if otlp is not None else None
     told = served(inputs, window, steps_by, export=export)

@@ -62,13 +62,15 @@ class CannotRunError(KvprobeError):
     type=click.Choice(["off", "auto"]),
     default="off",
     show_default=True,
-    help="auto: change how the command copies where this measurably helps (adapters, staging of pageable memory).",
+    help=(
+        "auto: change how COMMAND copies, by adapters and by staging pageable memory, where a measurement shows a gain."
+    ),
 )
 @click.option(
     "--stacks/--no-stacks",
     default=True,
     show_default=True,
-    help="Take Python stacks of a process while a call blocks it.",
+    help="Take the Python stacks of a process while a call blocks one of its threads.",
 )
 @click.option(
     "--stacks-after",
@@ -78,9 +80,16 @@ class CannotRunError(KvprobeError):
     type=click.IntRange(1),
     help="Take stacks only of calls that block for at least this long, in ms.",
 )
-@click.option("--nvml", is_flag=True, help="Sample the GPU's counters while it runs.")
-@click.option("--exec", "in_place", is_flag=True, help="COMMAND replaces kvprobe and keeps its pid, for supervisors.")
-@click.option("--nsys", is_flag=True, help="Also run under Nsight Systems: one .nsys-rep with kvprobe's ranges in it.")
+@click.option("--nvml", is_flag=True, help="Sample the GPU's counters (NVML) while COMMAND runs.")
+@click.option(
+    "--exec",
+    "in_place",
+    is_flag=True,
+    help="For supervisors: COMMAND takes the place of kvprobe, and runs under the pid that kvprobe had.",
+)
+@click.option(
+    "--nsys", is_flag=True, help="Also record with Nsight Systems: one .nsys-rep with kvprobe's ranges in it."
+)
 def command(
     words: tuple[str, ...],
     output: Path | None,
@@ -96,9 +105,10 @@ def command(
 ) -> int:
     """Run COMMAND and record every CUDA copy of every process it starts.
 
-    Works with unmodified servers (vllm, sglang, lmcache, torchrun, python app.py) and follows them through fork, spawn,
-    shells and other virtual environments. When all processes have ended, the run folder holds one recording and one
-    report; `kvprobe report DIR` makes the report of a run that still goes on or was cut off.
+    The program needs no change: vllm, sglang, lmcache, torchrun, python app.py. kvprobe follows its processes through
+    fork, spawn, shells and other virtual environments. When all processes have ended, the run folder holds one
+    recording and one report, `report.html`. `kvprobe report DIR` makes the report of a run that still goes on or was
+    cut off.
     """
     if not words:
         raise UsageError("no command was given: kvprobe run [OPTIONS] -- COMMAND [ARGUMENT...]")

@@ -36,12 +36,12 @@ __all__ = ["command", "document", "pools"]
     "--json", "as_json", is_flag=True, help="Print one JSON object: pools, each with the points of its curve."
 )
 def command(inputs: tuple[Path, ...], prefill_rate: float | None, block_tokens: float | None, as_json: bool) -> int:
-    """Say what pools of other sizes would have found, moved and saved, and which size pays.
+    """Say what pools of other sizes in CPU memory would have found, moved and saved, and which size pays.
 
-    Best are recordings in which a server's adapter or a kvprobe cache named its blocks (`kvprobe run`,
-    `kvprobe.recording_of(engine, caches=...)`). Otherwise kvprobe works from the addresses of copies, which only show
-    what a smaller pool would find; a larger pool needs `kvprobe run`, which compares the bytes. The exit code is 1 if
-    no size can be decided.
+    The best recordings are those in which a server's adapter or a kvprobe cache named its blocks (`kvprobe run`,
+    `kvprobe.recording_of(engine, caches=...)`). From other recordings kvprobe takes the addresses of copies. Addresses
+    only show what a smaller pool would find. For a larger pool, record with `kvprobe run`, which compares the bytes.
+    The exit code is 1 if no size can be decided.
     """
     found = pools(inputs, prefill_rate, block_tokens)
     if as_json:

@@ -61,15 +61,16 @@ def command(target: str | None, interval: float, once: bool, as_json: bool, prom
     and which request waited longest.
 
     FOLDER is the run folder that `kvprobe run` or `kvprobe attach` printed. PID is a recorded process, and NAME is a
-    part of its command line. Without a target, top shows the newest ./kvprobe-*/, $KVPROBE_RUN, and processes that use
-    kvprobe's engine. The streams that block their threads longest come first.
+    part of its command line. Without a target, top shows the newest ./kvprobe-*/, $KVPROBE_RUN, and processes that copy
+    with kvprobe's own `OffloadEngine`. The streams that block their threads longest come first.
+
+    top marks a stream with "full?" if its submissions have become several times slower and block their thread for much
+    of the time. Submissions behave so when a launch queue is full. top does not see what the GPU does: only `kvprobe
+    report` can say whether the queue was full.
 
     top only reads files, so you can start and stop it at any time; `q` or Ctrl-C ends it. If the run has ended, the
     exit code is 2: use `kvprobe report` or `kvprobe stats`. With --once, the exit code is 1 if there is nothing to
     show.
-
-    "suspected" means that submissions have become several times slower and block their thread for much of the time, as
-    they do when a launch queue is full. top does not see what the GPU does; `kvprobe report` does.
     """
     from kvprobe.probe.exposed import served
     from kvprobe.probe.live import Live
@@ -400,7 +401,7 @@ def _process_table(view: ProcessView, width: int) -> RenderableType:
             "-" if one.outstanding is None else f"<= {one.outstanding:,}",
             rates.get("h2d", "-"),
             rates.get("d2h", "-"),
-            "full? suspected" if one.suspected else "",
+            "full?" if one.suspected else "",
         )
     return table
 

@@ -30,14 +30,15 @@ _QUEUE = {"found": "full", "undecided": "undecided", "healthy": "not full"}
 def command(inputs: tuple[Path, ...], as_json: bool, window: WindowOptions) -> int:
     """Say of each recording whether a launch queue was full, worst first.
 
-    triage looks only at launch queues: full, not full, or undecided. A recording is undecided if it is cut off, empty,
-    or has no submissions. `kvprobe report` and `kvprobe check --no saturation` give the same answer for it, and
-    `kvprobe report` also finds other causes.
+    triage looks only at launch queues, and gives one answer for each recording: full, not full, or undecided. A
+    recording is undecided if it is cut off, empty, or has no submissions. `kvprobe check --no saturation` and `kvprobe
+    report` give the same answer for each recording. `kvprobe report` also finds other causes.
 
     Each line shows the answer, the host time lost, how many submissions the queue held when it was full, the stream,
-    and the file. Where a report has several causes for that time, the next line divides it. A folder stands for all
-    recordings below it; a run folder is one recording. --from, --to and --range judge a part of each recording. The
-    exit code is 1 if an input cannot be read, or has nothing in that part.
+    and the file. "not seen" means that the recording does not show how many the queue held. Where a report has several
+    causes for that time, the next line divides it. A folder stands for all recordings below it; a run folder is one
+    recording. --from, --to and --range judge a part of each recording. The exit code is 1 if an input cannot be read,
+    or has no calls in that part.
     """
     from kvprobe.durations import time_text
     from kvprobe.recordings import expand_deeply
@@ -103,7 +104,7 @@ def _cells(one: Triage) -> tuple[str, ...]:
     shown = full or [queue for queue in one.queues if queue.verdict == "undecided"]
     lost = time_text(one.lost_ns) if one.lost_ns and one.verdict == "found" else "-"
     known = full and full[0].ceiling > 0  # a channel's is of no one stream, and a depth may not be known
-    ceiling = f"{full[0].ceiling:,}" if known else "-"
+    ceiling = f"{full[0].ceiling:,}" if known else "not seen" if full else "-"
     stream = shown[0].title + (f" and {len(shown) - 1} more" if len(shown) > 1 else "") if shown else "-"
     return _QUEUE[one.verdict], lost, ceiling, stream, plain(str(one.path))
 
@@ -111,7 +112,7 @@ def _cells(one: Triage) -> tuple[str, ...]:
 def _row(cells: tuple[str, ...], width: int) -> str:
     """`width`: of the stream's column."""
     queue, lost, full_at, stream, path = cells
-    return f"{queue:12}  {lost:>12}  {full_at:>7}  {stream:{width}}  {path}"
+    return f"{queue:12}  {lost:>12}  {full_at:>8}  {stream:{width}}  {path}"
 
 
 def _json(one: Triage) -> TriagedJson:

@@ -61,9 +61,13 @@ class CommandFailedError(KvprobeError):
     default=5,
     show_default=True,
     type=click.IntRange(4, 100),
-    help="Runs with each change, and as many without; fewer than 4 prove nothing.",
+    help="Runs with each change, and as many runs without any change; fewer than 4 prove nothing.",
 )
-@click.option("--figure", metavar="REGEX", help="The command's own figure: group 1 of the last match in its output.")
+@click.option(
+    "--figure",
+    metavar="REGEX",
+    help="Regular expression for a figure that COMMAND prints: group 1 of its last match is compared.",
+)
 @click.option("--env", "given", multiple=True, metavar="NAME=VALUE", help="Try this variable as well; may be repeated.")
 @click.option(
     "--recording",
@@ -82,12 +86,15 @@ def command(
     source: Path | None,
     as_json: bool,
 ) -> None:
-    """Record COMMAND, then run it alternately with and without each change that needs no change of the program.
+    """Record COMMAND, then try the changes that leave the program as it is: run COMMAND with and without each.
 
-    COMMAND must end by itself, and it gets no input. kvprobe measures three things: the host time that submissions
-    lost, the wall time, and the figure that the command prints. A difference counts as a gain only if the Mann-Whitney
-    U test tells it from noise at the 5% level. kvprobe keeps the output and exit code of every run in the folder. The
-    exit code is 1 if a run of the command failed.
+    kvprobe tries environment variables, and `--fix auto` of `kvprobe run`. Runs with a change and runs without any
+    change take turns. COMMAND must end by itself, and it gets no input.
+
+    kvprobe measures the host time that submissions lost and the wall time. With --figure, kvprobe also compares a
+    figure that COMMAND prints. A difference counts as a gain only if the Mann-Whitney U test tells it from noise at the
+    5% level. kvprobe keeps the output and the exit code of every run in the folder. The exit code is 1 if a run of
+    COMMAND failed.
     """
     from kvprobe.commands._reading import diagnosed
     from kvprobe.reporting.trial import compared

@@ -59,8 +59,9 @@ def command(
 ) -> None:
     """Run a local transformers checkpoint with its weights partly in CPU memory, and profile it.
 
-    Prints for each layer how long loading its weights took and how long computing took, and what other windows would
-    give. If you name a recording of any tool in place of MODEL_DIR, it prints the load time and the computation time.
+    The command prints for each layer how long it took to load the weights and how long it took to compute. The window
+    is the number of layers that are copied ahead: the command also prints what other windows would give. If you name a
+    recording of any tool in place of MODEL_DIR, the command prints the load time and the computation time.
     """
     if predict:
         _predict(model, as_json)

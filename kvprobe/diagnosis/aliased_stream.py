@@ -1,14 +1,14 @@
 """A "new" stream is one that is already in use, so its user waits for another thread's copies.
 
-Mechanism: `torch.cuda.Stream()` hands out 32 streams for each priority, round robin. The 33rd stream is the first one
-again. So a thread that asks for a new stream can get the stream that the offload thread has filled, and then blocks.
+Mechanism: `torch.cuda.Stream()` hands out 32 streams for each priority in turn. The 33rd stream is the first one again.
+So a thread that asks for a new stream can get the stream that the offload thread has filled, and then blocks.
 
 Signature: a submission blocks on a stream, and another thread submitted more than half of the outstanding work of this
-stream. The other thread submits almost only copies there, and the caller submits mostly to other streams. Two threads
-that share a compute stream on purpose (forward and backward) do not match this.
+stream. The other thread submits almost only copies to this stream, and the blocked thread submits mostly to other
+streams. Two threads that share a compute stream on purpose (forward and backward) do not match this signature.
 
-Predicted saving: with a stream of its own, all of the caller's blocked time; with a deeper queue, what `deeper_queue`
-finds.
+Predicted saving: a stream of its own saves all of the blocked time. For a deeper queue, kvprobe simulates the recorded
+calls with more slots.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Memory is allocated, freed, pinned or registered between submissions.
 
-Mechanism: `cudaMalloc`, `cudaHostAlloc`, `cudaHostRegister` and their opposites take the context lock, may wait for
-the device, and pin page by page (tens of milliseconds for 100 MB). During serving, such a call is a pause.
+Mechanism: `cudaMalloc`, `cudaHostAlloc`, `cudaHostRegister` and the calls that free or unregister take the context
+lock, may wait for the device, and pin page by page (tens of milliseconds for 100 MB). During serving, each of these
+calls is a pause.
 
-Signature: such a call takes at least 20 µs, and its thread submits work before and after it. The first 32 submissions
-of a process are set-up and do not count. If the call waited for another thread's blocked submission, it belongs to
-`context_lock_stall`.
+Signature: one of these calls takes at least 20 µs, and its thread submits work before and after the call. The first 32
+submissions of a process are set-up and do not count. If the call waited for another thread's blocked submission, the
+cause is `context_lock_stall`.
 
-Predicted saving: all of it, with a pool that is filled before serving.
+Predicted saving: a pool that is filled before serving saves all of the time in these calls.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """A server's own function blocks its thread while it moves data, as measured by an adapter.
 
-Mechanism: weights or KV blocks are moved by a function that returns when the bytes have arrived: from or to pageable
-memory, by a blocking copy, or with a wait of the host in it (LMCache's connectors, accelerate's hooks, diffusers' group
-offloading).
+Mechanism: a function of the server moves weights or KV blocks, and returns only when the bytes have arrived. The
+function copies from or to pageable memory, makes a blocking copy, or waits on the host (LMCache's connectors,
+accelerate's hooks, diffusers' group offloading).
 
-Signature: the adapter counted pageable or blocking copies in the call, or knows from the server's code why it waits.
-Only time outside of recorded CUDA calls counts, because recorded calls have findings of their own.
+Signature: the adapter counted pageable or blocking copies in the call, or knows from the server's code why the call
+waits. Only time outside of recorded CUDA calls counts, because recorded CUDA calls have findings of their own.
 
 Needs: the adapters' events (`kvprobe run`, or KVPROBE=on with a run folder).
 
-Predicted saving: not modelled, because pinning and overlapping need changes of the server's own code.
+Predicted saving: kvprobe predicts none, because pinning and overlapping need changes of the server's own code.
 """
 
 from __future__ import annotations

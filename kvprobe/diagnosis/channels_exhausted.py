@@ -1,15 +1,16 @@
 """Submissions block although no stream is full: the hardware channels that the streams share are full.
 
-Mechanism: N streams hold min(N, channels) x depth submissions. CUDA's default is 4 channels: with them, 2,000 streams
-block at the same operation as 4 streams. More streams than channels only add false dependencies.
+Mechanism: a channel is a queue of the hardware, and several streams share a channel. Each channel holds a limited
+number of submissions. CUDA's default is 4 channels: 2,000 streams then block at the same number of outstanding
+submissions as 4 streams. More streams than channels only add false dependencies.
 
-Signature: submissions block when all streams of a channel together reach a certain depth, while each stream holds less
-than 90% of what a queue takes. Channel ids come from the recorder if it has them (CUPTI; Kineto from June 2026 on; not
-Nsight Systems). Otherwise all copy streams of a process and direction, at least five, are taken together, and the
-finding is only likely.
+Signature: submissions block when all streams of a channel together hold a certain number of submissions, while each
+stream holds less than 90% of what a queue takes. kvprobe takes the channel ids from the recording if the recorder wrote
+them. (CUPTI does, and Kineto from June 2026 on. Nsight Systems does not.) Otherwise kvprobe takes all copy streams of a
+process and direction together, if there are at least five, and the finding is only likely.
 
-Predicted saving: the calls played again (`deeper_queue`) with the channels that these streams would use of 32,
-with queues four times as deep, and with batches.
+Predicted saving: kvprobe simulates the recorded calls with each change alone. The changes are 32 channels, of which
+these streams would use a part, queues that are four times as deep, and batch calls.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
 """Under Confidential Computing copies of pinned memory block their caller, too, although the queue is short.
 
-Mechanism: the GPU cannot read a protected guest's memory, so the driver encrypts each copy into a buffer of its own,
-and `cudaMemcpyAsync` returns when that is done: as a copy of pageable memory does, whatever the memory is.
+Mechanism: the GPU cannot read the memory of a protected guest. So the driver encrypts each copy into a buffer of its
+own, and `cudaMemcpyAsync` returns when the encryption is done. This is how a copy of pageable memory behaves on other
+machines. Under Confidential Computing, every copy behaves so.
 
-Signature: the machine's GPUs run in Confidential Computing mode; copies of memory that is not pageable are long (60 µs
-and more, at least eight) although their queue is not full, and they move at least half of the bytes of such copies.
-Where most of them return when their copy is over, it is certain.
+Signature: the GPUs of the machine run in Confidential Computing mode. Of the copies of memory that is not pageable, at
+least eight take 60 µs or more each, although their queue is not full. These slow copies move at least half of the
+bytes. If most of the slow calls return when their copy is over, the finding is certain.
 
-Needs: the mode, which the observer of `kvprobe run` asks the driver for (NVML). Without it the cause is not looked for:
-a full queue, pageable memory and pinning look alike.
+Needs: the mode, which `kvprobe run` asks the driver for (NVML). If a recording does not have the mode, kvprobe does not
+look for this cause, because a full queue, pageable memory and pinning look alike.
 
-Time lost: what the calls took beyond a submission. Predicted saving: what the threads that launch compute lost, where
-another thread makes the copies; the copies themselves do not become faster.
+Time lost: the part of these calls that is longer than a usual submission. Predicted saving: if another thread makes the
+copies, the threads that launch compute save what they lost. The copies themselves do not become faster.
 """
 
 from __future__ import annotations

@@ -1,19 +1,20 @@
 """A thread that creates an event, allocates, or names a full stream waits for another thread's blocked submission.
 
-Mechanism: a submitter that finds the queue full waits inside the driver with the context lock held in shared mode;
-`cudaEventCreate`, `cudaStreamCreate`, `cudaMalloc`, `cudaHostAlloc` and `cudaFree` want it exclusively and wait until
-the stall is over, although they name another stream or none. Measured on an H200: about 90 ms for a 120 ms gate. It
-also holds the lock of its stream. Every call of another thread that names this stream waits, even one that only
-records an event on it, or lets it wait for one.
+Mechanism: a thread that submits to a full queue waits inside the driver, and holds the context lock in shared mode
+while it waits. `cudaEventCreate`, `cudaStreamCreate`, `cudaMalloc`, `cudaHostAlloc` and `cudaFree` want the context
+lock exclusively. So they wait until the queue has a free slot, although they name another stream or none. Measured on
+an H200, one of these calls took about 90 ms while a gate kept the queue full for 120 ms. The waiting thread also holds
+the lock of its stream. So every call of another thread that names this stream waits, even a call that only records an
+event on the stream or makes the stream wait for an event.
 
-Signature: such a call takes at least 100 µs longer than usual. For most of this time, another thread of the process is
-inside a slow submission, and both end together. An allocation that is slow by itself ends by itself. If the recording
-shows what the GPU did, the slow submission must have been blocked by a full queue or by pageable memory: one that is
-slow for another reason may itself be waiting.
+Signature: one of these calls takes at least 100 µs longer than usual. For most of this time, another thread of the
+process is inside a slow submission, and both calls end together. (An allocation that is slow by itself ends by itself.)
+If the recording shows what the GPU did, a full queue or pageable memory must have blocked the slow submission. A
+submission that is slow for another reason may itself be waiting.
 
-Predicted saving: all of it, if the other thread's queue is no longer full. Other changes save their part of it: events
-and streams created before serving, memory from a pool, and calls that name the stream made by the thread that submits
-to it.
+Predicted saving: all of the waiting time, if the other thread's queue is no longer full. Three other changes each save
+their part of the waiting time. One creates events and streams before serving. One takes memory from a pool. One lets
+the thread that submits to a stream make all calls that name the stream.
 """
 
 from __future__ import annotations

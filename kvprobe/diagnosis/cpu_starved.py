@@ -1,17 +1,21 @@
 """A thread that submits has no CPU: others run on it, or the container's quota is used up.
 
-Mechanism: the kernel takes the CPU from a thread, in a call or between two, and gives it back some milliseconds later,
-or, where a control group has used up its quota, at the next period (100 ms). The thread does nothing in between.
+Mechanism: the kernel takes the CPU from a thread, in a call or between two calls. The thread gets the CPU back some
+milliseconds later or, if its control group has used up its CPU quota, at the next period (100 ms). The thread does
+nothing in between.
 
-Signature: either of
- - slow submissions: in the spans between two looks at the thread (some 20 ms each) the kernel counted at least half as
-   much time waiting for a CPU as they took longer than usual. Where the thread slept for that long in the same spans (a
-   lock makes it sleep), all of the excess has to be covered. What a full queue, pageable memory or a label explains is
-   not looked at: a thread that waits there uses its CPU, and may lose it besides;
- - pauses between calls: the kernel counted a tenth of the thread's time as waiting for a CPU in pauses of a millisecond
-   and more. The larger loss gives the finding its name, the other one is evidence.
+Signature: kvprobe reads the kernel's counters of the thread about every 20 ms, and one of these is true:
+ - Slow submissions: between the two readings around them, the kernel counted waiting for a CPU that is at least half of
+   the time that the submissions took longer than usual. If the thread also slept for that long between the readings (a
+   lock makes a thread sleep), the counted waiting must cover all of the extra time. Submissions that a full queue,
+   pageable memory or a label of the recorder explains do not count: a thread that waits there uses its CPU.
+ - Pauses between calls: in pauses of at least a millisecond, the kernel counted waiting for a CPU that is at least a
+   tenth of the thread's time.
 
-Predicted saving: the time waited, with a CPU for the thread; as much of it as the quota took, with a larger quota.
+The larger of the two losses is the title of the finding. The other one is evidence.
+
+Predicted saving: a CPU for the thread saves all of the time that the thread waited for one. A larger quota saves the
+part of this time that the quota took.
 Source: `/proc/<pid>/task/<tid>/schedstat` (Documentation/scheduler/sched-stats.rst), `cpu.stat` of the control group.
 """
 

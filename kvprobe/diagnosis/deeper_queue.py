@@ -34,8 +34,8 @@ def deeper(joined: JoinedRecording, found: Full, shape: str) -> Change:
     """CUDA_SCALE_LAUNCH_QUEUES=4x, which deepens every queue, with what it alone saves of a shape of blocked calls."""
     share = 0.0 if found.ceiling >= SCALED_ALREADY and shape != "channels" else spared(joined, found, shape, SCALE)
     return Change(
-        "Set CUDA_SCALE_LAUNCH_QUEUES=4x before CUDA starts: every launch queue becomes four times as deep (not on "
-        "Jetson, which has hung with this setting)",
+        "Set CUDA_SCALE_LAUNCH_QUEUES=4x before CUDA starts: every launch queue becomes four times as deep. Do not set "
+        "it on a Jetson: a Jetson has hung with this setting",
         "environment",
         "CUDA_SCALE_LAUNCH_QUEUES",
         "4x",

@@ -1,15 +1,16 @@
 """Batch copy calls block their caller because they carry many descriptors.
 
-Mechanism: `cudaMemcpyBatchAsync` costs its caller 0.3 to 1.2 µs for each descriptor, and the driver never merges
-neighbours. 12,288 descriptors of 8 KiB took 6.3 ms to submit and 1.9 ms to execute.
+Mechanism: a descriptor is the source, destination and size of one copy. `cudaMemcpyBatchAsync` costs its caller 0.3 to
+1.2 µs for each descriptor, and the driver never merges neighbouring descriptors. 12,288 descriptors of 8 KiB took 6.3
+ms to submit and 1.9 ms to execute.
 
-Signature: the time inside batch calls grows with the number of descriptors, is long (at least 200 µs in some call, and
-60 µs in each that counts, 5 µs a descriptor at most), and is at least half of what the device needs for the copies; the
-queue is not full, so it is not saturation, and host memory is pinned. Kineto does not write how many descriptors a
-batch has: there the same is concluded from three calls and more, as likely.
+Signature: the time inside batch calls grows with the number of descriptors. At least one call takes 200 µs or more.
+Each call that counts takes at least 60 µs, at most 5 µs for each descriptor, and at least half of what the device needs
+for the copies. The queue is not full, and the host memory is pinned. Kineto does not write how many descriptors a batch
+has. In the recordings of Kineto, three of these calls are enough for a finding that is likely.
 
-Predicted saving: of one gather kernel instead of a batch (one launch), all but the launch. What merging saves depends
-on the runs in the block lists, which recordings do not have: not modelled.
+Predicted saving: a gather kernel instead of a batch saves all of the time but that of one launch. For merging, kvprobe
+predicts no saving, because recordings do not say how many descriptors of a batch are neighbours.
 """
 
 from __future__ import annotations

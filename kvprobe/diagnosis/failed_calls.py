@@ -1,16 +1,16 @@
 """Calls return errors.
 
-Mechanism: CUDA refuses a copy, a launch or a wait; or an earlier operation failed on the GPU, and every later call
-returns its error. A program that ignores the error continues with wrong bytes.
+Mechanism: CUDA refuses a copy, a launch or a wait. Or an earlier operation failed on the GPU, and every later call
+returns the error of this operation. A program that ignores the error continues with wrong bytes.
 
-Signature: a call returns a code that is neither 0 nor "not ready". Two kinds do not count: calls that only test
-whether memory is registered, and calls while the process ends. Of allocations that were refused, and of what failed
-before the serving window alone, the finding is information: programs try and handle that. A recording's totals count
-all of them; the first of each kind are kept with their thread and time whatever the detail is (`kvprobe run`), and
-Nsight Systems keeps the code of each. The PyTorch profiler keeps none.
+Signature: a call returns a code that is neither 0 nor "not ready". Two kinds of calls do not count: calls that only
+test whether memory is registered, and calls while the process ends. The finding is for information only if all errors
+are refused allocations, or if all of them came before the serving window, because programs try these calls and handle
+their errors. The totals of a recording of `kvprobe run` count all errors, and the recording keeps the first error of
+each kind with its thread and time. Nsight Systems keeps the code of each call. The PyTorch profiler keeps no codes.
 
-Time lost: none is claimed; wrong results and what follows a failure cannot be timed.
-Predicted saving: none.
+Time lost: kvprobe states none, because the time that wrong results cost cannot be measured.
+Predicted saving: kvprobe predicts none.
 """
 
 from __future__ import annotations

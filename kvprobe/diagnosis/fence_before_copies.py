@@ -1,16 +1,17 @@
 """A stream is told to wait for a forward pass, and is then given more copies than its queue holds.
 
-Mechanism: a store must wait for the compute stream, but its copies are submitted while the forward pass still runs.
-None of them can start, so the queue fills up. The next call blocks until the forward pass ends, on the thread that
-should launch the next step. Measured on an H200: 28.9 ms in one call behind a 30 ms forward.
+Mechanism: a store must wait for the compute stream, but the program submits the store's copies while the forward pass
+still runs. None of the copies can start, so the queue fills up. The next call blocks until the forward pass ends, on
+the thread that should launch the next step. Measured on an H200: one call behind a forward pass of 30 ms blocked for
+28.9 ms.
 
-Signature: a submission blocks at the full depth of its stream (a plateau, or a single call at a depth that real queues
-have). For most of the call, the stream executes nothing, and the call returns when the stream starts to execute. In
-`launch_queue_saturation`, the stream executes all the time and each call waits for one operation; calls that block
-after the stream has started belong there.
+Signature: a submission blocks when its stream holds as many submissions as its queue takes. (Several calls block at the
+same number, or one call blocks at a number that real queues have.) For most of the call, the stream executes nothing,
+and the call returns when the stream starts to execute. Calls that block after the stream has started have another
+cause, `launch_queue_saturation`: there, the stream executes all the time, and each call waits for one operation.
 
-Time lost: the part of the blocked calls in which the stream stood still. Predicted saving: all of it, if the store is
-submitted after the forward pass. For a deeper queue, the calls are simulated with more slots (`deeper_queue`): the
+Time lost: the part of the blocked calls in which the stream executed nothing. Predicted saving: all of this time, if
+the store is submitted after the forward pass. For a deeper queue, kvprobe simulates the calls with more slots: the
 first copy that finds no slot blocks for the rest of the forward pass.
 """
 

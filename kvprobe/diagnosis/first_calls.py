@@ -1,15 +1,15 @@
 """First calls are slow: the context is created, a module is loaded, or a kernel's code is fetched or compiled.
 
-Mechanism: CUDA initialises lazily. The first call of a process makes the context, the first launch of a kernel loads
-its code (`CUDA_MODULE_LOADING=LAZY`, the default since CUDA 12.2), a first stream makes a channel. Other threads can
-wait for the same lock meanwhile.
+Mechanism: CUDA initialises lazily. The first call of a process creates the context. The first launch of a kernel loads
+the code of this kernel (`CUDA_MODULE_LOADING=LAZY`, the default since CUDA 12.2). The first stream creates a channel.
+Other threads can wait for the same lock meanwhile.
 
-Signature: the call is the first of its name in the process, or the first launch of its kernel, it is at least ten
-times as long as the others of its name, and the queue is not what it waited for (memory calls also come before the
-work); or the recorder labels it (lazy loading, JIT). A slow launch right after the calls that load its kernel's
-library is explained by these calls.
+Signature: the call is the first one of its name in the process or the first launch of its kernel, and is at least ten
+times as long as the other calls of its name. The queue is not what the call waited for. (Memory calls also count before
+the first work.) Or the recorder labels the call as lazy loading or as compilation (JIT). A slow launch right after the
+calls that load the library of its kernel is explained by these calls.
 
-Predicted saving: all of it for a process that warms up before it serves.
+Predicted saving: all of this time, if the process warms up before it serves.
 """
 
 from __future__ import annotations

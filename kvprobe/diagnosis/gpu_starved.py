@@ -1,16 +1,19 @@
 """The device is idle while the host prepares the next step.
 
-Mechanism: scheduling, tokenising, data loading or building of descriptors takes longer than the GPU needs for the
-queued work, so the GPU runs out of work. Nothing in CUDA is slow.
+Mechanism: the host schedules, tokenises, loads data or builds descriptors for longer than the GPU needs for the queued
+work, so the GPU runs out of work. Nothing in CUDA is slow.
 
-Signature: the GPU executes nothing, the launch that ends the gap was made after the gap began, and the launching thread
-was in no CUDA call during the gap. (The queue was empty. If a kernel starts long after its launch, the GPU is not
-starved.) The gap lasts at least 200 µs. Shorter gaps, one for each launch, belong to `python_or_gil_bound`, and so do
-gaps that the interpreter explains. Every program has some gaps, so the finding needs at least five gaps and 10% of the
-time. Gaps in which there was no request to work on, as far as the account shows, do not count.
+Signature: a gap is a time in which the GPU executes nothing. A gap counts if the launch that ends the gap was made
+after the gap began, and if the launching thread was in no CUDA call during the gap. (So the queue was empty. A kernel
+that starts long after its launch is no sign of a starved GPU.) Every program has some gaps, so the finding needs at
+least five gaps, which together take at least 10% of the time. Three kinds of gaps do not count:
+ - gaps below 200 µs, of which there is one for each launch: their cause is `python_or_gil_bound`;
+ - gaps in which the recording shows that the Python interpreter was the reason (its lock, its garbage collection):
+   their cause is `python_or_gil_bound`, too;
+ - gaps that the report counts as "nothing to do", because there was no request to work on.
 
-Time lost: the part of these gaps in which the thread was in no CUDA call, as the account has it. Predicted saving: the
-same, with the next step prepared while the last one runs.
+Time lost: the part of these gaps in which the thread was in no CUDA call. Predicted saving: the same time, if the host
+prepares the next step while the last one runs.
 """
 
 from __future__ import annotations

@@ -2,17 +2,20 @@
 
 Mechanism: a copy engine makes the copies of all its streams in order. A few bytes that the next step needs (sequence
 lengths, sampled tokens) queue behind hundreds of megabytes of blocks, although their own stream is empty. Stream
-priorities do not help: they have no effect on copies.
+priorities do not help, because they have no effect on copies.
 
-Signature: a pinned copy of at most 64 KiB that could have started (submitted, its stream's previous operation over) at
-least 100 µs before it did. For at least 80% of that time the engine of its direction worked for other streams, and one
-of these streams moved at least 16 times as many bytes as the small copy and as the copies that follow it on its
-stream. (Streams that each have a burst also wait for one another, but their copies are not small.) With a full queue,
-the caller blocks; here the call returns at once.
+Signature: a copy of pinned memory of at most 64 KiB starts at least 100 µs later than it could have started. (A copy
+can start when it has been submitted and the previous operation of its stream is over.) For at least 80% of this time,
+the copy engine of the same direction worked for other streams. One of these streams moved at least 16 times as many
+bytes as the small copy and the copies that follow it on its stream. (Streams that each have a burst also wait for one
+another, but their copies are not small.) The call that submits the small copy returns at once: this tells the cause
+from a full queue, where the call blocks.
 
-Time lost: the waiting time, each instant of one process and direction once; where kernels ran meanwhile, it cost the
-device nothing. Predicted saving: all but one copy of the burst, the one being served: waiting - n x median copy of the
-burst.
+Time lost: the time that the small copies waited. If several copies of one process and direction waited at the same
+time, this time counts once. While kernels ran, the waiting cost the device nothing. Predicted saving: two changes save
+all of the waiting time: to submit the small copies before the burst, and to move small values without the copy engine.
+If the program cuts the burst into pieces, each small copy still waits for the one copy of the burst that the engine is
+making. So this change saves the waiting time less the median time of a copy of the burst for each small copy.
 """
 
 from __future__ import annotations

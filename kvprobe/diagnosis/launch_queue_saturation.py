@@ -1,19 +1,22 @@
 """The launch queue behind a stream is full: each further submission waits until an earlier one has been served.
 
-Mechanism: a stream takes about a thousand submissions (1,021 on an H200, 1,022 on a V100, 1,135 to 1,141 seen on an
-H100). The next call blocks until the device has freed a slot, so a call that usually takes a microsecond takes as long
-as the oldest operation in the queue, and blocks the thread that submits.
+Mechanism: a stream takes about a thousand submissions (1,021 on an H200, 1,022 on a V100, 1,135 to 1,141 on an H100).
+The next call blocks until the device has freed a slot. So a call that usually takes a microsecond takes as long as the
+oldest operation in the queue, and blocks the thread that submits.
 
-Signature: three signs, of which all are needed (see `recordings.occupancy`). The depth of the queue stops growing at
-one value; calls at this depth take longer than calls below it; and they return when the stream finishes an operation,
-more often than by chance. If the recorder itself labels calls that met a full queue (CUPTI 12.4: command buffer full),
-kvprobe uses these labels, and compares its own three signs with them. A deep queue with fast calls is healthy; slow
-calls at a low depth have another cause. If one sign is missing, kvprobe says which, and does not decide.
+Signature: the depth of a queue is the number of submissions in it. Three signs are needed:
+ - The depth stops growing at one value.
+ - Calls at this depth take longer than calls below it.
+ - Calls at this depth return when the stream finishes an operation, more often than by chance.
 
-Predicted saving: kvprobe simulates the calls with the slots that each change adds. A deeper queue has four times as
-many slots. With a stream for each transfer there are as many queues as the machine has channels (CUDA's default here is
-4). With batch calls, one slot holds eight times as much. `CUDA_DEVICE_MAX_CONNECTIONS` does not help a single stream,
-and is not proposed.
+If the recorder itself labels calls that met a full queue (CUPTI 12.4: command buffer full), kvprobe uses these labels,
+and compares its own three signs with them. A deep queue with fast calls is healthy. Slow calls at a low depth have
+another cause. If one sign is missing, kvprobe says which, and does not decide.
+
+Predicted saving: kvprobe simulates the recorded calls with the slots that each change adds. A deeper queue
+(`CUDA_SCALE_LAUNCH_QUEUES=4x`) has four times as many slots. With a stream for each transfer, there are as many queues
+as the machine has channels (CUDA's default here is 4). With batch calls, the queue holds eight times as many copies.
+`CUDA_DEVICE_MAX_CONNECTIONS` does not help a single stream, so kvprobe does not propose it.
 """
 
 from __future__ import annotations

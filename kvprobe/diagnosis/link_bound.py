@@ -1,18 +1,22 @@
-"""The link runs at its full rate and the device waits for it: only moving fewer bytes helps.
+"""The link runs at its full rate and the device waits for it: these bytes cannot be copied faster.
 
 Mechanism: moving the bytes takes longer than the computation that runs at the same time.
 
-Signature: over the recording one direction of the link is busy for at least 80% of the time, its copies run at 80% of
-the link's rate or more, and for at least 30% of the time it is busy no kernel of the process runs. The process has
-kernels, and most of that time lies between them: nothing shows that a model waits for what is copied before its first
-kernel, such as weights that are loaded once, or after its last one. Findings about small, redundant or slow copies and
-about copies that could be hidden take their part first, so only the amount of bytes is left as a cause.
+Signature: over the recording, one direction of the link is busy for at least 80% of the time, and its copies run at 80%
+of the link's rate or more. For at least 30% of this busy time, no kernel of the process runs. The process has kernels,
+and most of the time without kernels lies between kernels. (What is copied before the first kernel, such as weights that
+are loaded once, or after the last one does not show that a model waits.)
 
-Where the device was not recorded, copies on streams of copies that carry 80% of the link's rate over the whole time are
-an open question: whether the model waits for them is not seen.
+Findings about small, redundant or slow copies, and about copies that compute could hide, come first: only the time of
+the copy engine that they leave counts here. A finding about a thread, for instance about a full launch queue, can cover
+the same seconds as this one. Its change lets copies run beside kernels, and so shortens the same wait. Otherwise only
+fewer bytes help.
 
-Time lost: the engine's time beside which nothing computes. Predicted saving: none is modelled: only fewer
-bytes help.
+If the recording does not show what the device did, it does not show whether the model waits for copies. If the copies
+on copy streams then carry 80% of the link's rate over the whole time, the cause is an open question.
+
+Time lost: the time in which the copy engine works and nothing computes. Predicted saving: kvprobe predicts none,
+because the saving depends on how many fewer bytes the program moves.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Large copies run far below what the link can do, or below what it did earlier in the same recording.
 
-Mechanism: a PCIe link that trained down (fewer callers, an older generation), a throttled or shared switch, host memory
-on the far NUMA node, power management.
+Mechanism: a PCIe link has trained down to fewer lanes or an older generation, a switch is throttled or shared, the host
+memory lies on the far NUMA node, or power management slows the link.
 
-Signature: pinned copies of at least 1 MiB (or, where there are none, the largest quarter, from 256 KiB) at less than
-70% of the link rate, at least eight and most of those in their stretch of time. Copies that overlap one of the opposite
-direction, or another of the same direction, are left out: they share the link. The link rate is the machine's where
-the recording has it; else the best that the recording itself shows, so a link that was slow all the time needs the
-machine's figure to be seen.
+Signature: at least eight pinned copies of at least 1 MiB run at less than 70% of the link's rate, and they are most of
+the copies of their stretch of time. (If a recording has no copies of 1 MiB, the largest quarter counts, from 256 KiB
+on.) Copies that overlap another copy, of the same or the opposite direction, do not count, because they share the link.
+The link's rate is the machine's figure if the recording has one. Otherwise it is the best rate that the recording
+itself shows, so a link that was slow all the time is seen only with the machine's figure.
 
-Time lost: duration - bytes / link rate, of those copies. Predicted saving: none is modelled, for the recording does not
-tell which of the reasons it is.
+Time lost: for each of these copies, its duration less what its bytes need at the link's rate. Predicted saving: kvprobe
+predicts none, because the recording does not tell which of the reasons applies.
 """
 
 from __future__ import annotations

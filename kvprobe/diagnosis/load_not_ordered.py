@@ -1,17 +1,18 @@
 """Nothing orders a load (CPU to GPU) before the compute that reads it: silent corruption.
 
-Mechanism: the load runs on a stream of its own; unless the compute stream waits for the load's event, or the host does
-before it launches, the kernels may read blocks that have not arrived.
+Mechanism: the load runs on a stream of its own. If neither the compute stream waits for the load's event nor the host
+waits before it launches, the kernels may read blocks that have not arrived.
 
-Signature: host-to-device copies on streams without kernels, kernels launched after a load was submitted run before it
-has ended, and fewer than half of the bursts of loads are followed by anything that could order them: an event that a
-compute stream waits for, or a synchronising or querying call of the host. Prefetching for a later step looks alike and
-is in order; it has one wait for each burst, or one a step for the bursts of all its layers, so the next wait is taken
-to order as many bursts before it as a model has layers. In at least three bursts.
+Signature: loads run on streams without kernels. Kernels that were launched after a load was submitted run before the
+load has ended. This is so in at least three bursts of loads. In fewer than half of the bursts, something follows that
+could order the burst: an event that a compute stream waits for, or a call with which the host waits or asks. A program
+that loads ahead for a later step looks alike, and is in order. This program has one wait for each burst, or one wait in
+each step for the bursts of all layers. So kvprobe takes one wait to order as many earlier bursts as a model has layers.
 
-A finding needs positive evidence: where the recording does not tell which streams wait for events, nothing is said.
+A finding needs positive evidence: if the recording does not tell which streams wait for events, kvprobe says nothing.
 
-Time lost: none. Predicted saving: none; results are at stake.
+Time lost: kvprobe states none. Predicted saving: kvprobe predicts none, because the results are at stake and not the
+time.
 """
 
 from __future__ import annotations

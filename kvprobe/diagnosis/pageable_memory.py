@@ -1,18 +1,20 @@
 """Copies from or to pageable host memory block their caller, although they are called asynchronous.
 
-Mechanism: the driver stages pageable memory through a pinned buffer of its own. A host-to-device copy first waits for
-the stream, then stages; a device-to-host copy returns only when the bytes have arrived (CUDA's API synchronisation
-behaviour). So a call takes the time of the copy, and of all work in front of it, on the caller's thread.
+Mechanism: the driver copies pageable memory through a pinned buffer of its own (staging). A copy to the GPU first waits
+for the stream, and is then staged. A copy from the GPU returns only when the bytes have arrived (CUDA's API
+synchronisation behaviour). So the call blocks the caller's thread for the time of the copy, and of all work in front of
+the copy.
 
-Signature: the recorder says that the host side is pageable, and the call is long at any queue depth, in proportion to
-its bytes; it does not matter whether the queue is deep, which separates it from a full queue.
+Signature: the recorder says that the host memory is pageable, and the call takes a time in proportion to its bytes. The
+call is long however many submissions are outstanding: this tells the cause from a full queue.
 
-Needs: the memory kind of copies (every recorder has it). Source: programming guide; shared measurements: 9.7 µs for
-64 KiB instead of 1.0 µs.
+Needs: the memory kind of copies (every recorder has it). Source: programming guide; measured with pageable memory: 9.7
+µs for 64 KiB instead of 1.0 µs.
 
-Predicted saving: all of the excess, less the time the same bytes take at link rate where the next call of the
-thread waits for them anyway (then pinning removes the staging only). Without a pinned copy that shows the link's rate
-nobody can tell it: the rate of pageable copies is that of the staging.
+Predicted saving: pinned memory saves all of the time that these calls take longer than a submission. If the next call
+of the thread waits for the bytes anyway, pinning saves only the staging: kvprobe then subtracts what the same bytes
+need at the link's rate. If no pinned copy in the recording shows the link's rate, kvprobe predicts no saving for these
+calls, because pageable copies only show the rate of the staging.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """A thread waits because another one is pinning memory.
 
-Mechanism: `cudaHostRegister` and `cudaHostAlloc` pin page by page with the context lock held: milliseconds for 100 MB,
-minutes for a pool of hundreds of GB. Meanwhile calls of other threads that need the lock wait, `cudaEventCreate` and
-`cudaMalloc` for certain, and page faults of the whole process as well.
+Mechanism: `cudaHostRegister` and `cudaHostAlloc` hold the context lock while they pin page by page: for milliseconds
+with 100 MB, for minutes with a pool of hundreds of GB. Meanwhile, calls of other threads that need the lock wait, above
+all `cudaEventCreate` and `cudaMalloc`. Page faults of the whole process wait, too.
 
-Signature: a call of another thread that does not pin itself, at least 100 µs beyond what it usually takes, lies inside
-the registration, allocation or release of pinned memory for most of its length, and ends with it.
+Signature: a thread that does not pin makes a call that takes at least 100 µs longer than usual. For most of its length,
+the call lies inside another thread's registration, allocation or release of pinned memory, and both end together.
 
-Predicted saving: all of it, with the memory pinned before serving; nearly all, with it pinned in pieces.
+Predicted saving: all of the waiting time, if the memory is pinned before serving; nearly all of it, if the memory is
+pinned in pieces.
 """
 
 from __future__ import annotations

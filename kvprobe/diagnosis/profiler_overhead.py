@@ -1,12 +1,13 @@
 """Calls are slow because of the profiler: buffer flushes, buffer requests, instrumentation.
 
-Mechanism: CUPTI and Nsight Systems write their own buffers, often on a worker thread, and hold locks that every CUDA
-call needs meanwhile. The program without the profiler does not pay this.
+Mechanism: CUPTI and Nsight Systems write their own buffers, often on a worker thread, and meanwhile hold locks that
+every CUDA call needs. Without the profiler, the program does not pay this time.
 
-Signature: a slow call that overlaps an interval the recorder itself labelled; matched by time and not by thread,
-because the flush runs elsewhere (in a public pair of H100 recordings 10 of 16 slow calls overlap one).
+Signature: a slow call overlaps an interval that the recorder itself labelled as its own work. kvprobe compares times
+and not threads, because the profiler writes its buffers on another thread. (In a public pair of H100 recordings, 10 of
+16 slow calls overlap an interval of this kind.)
 
-Predicted saving: none is modelled: nothing to cure, the time is the recorder's.
+Predicted saving: kvprobe predicts none, because the time is the recorder's and the program has nothing to change.
 """
 
 from __future__ import annotations

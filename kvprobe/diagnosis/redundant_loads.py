@@ -1,33 +1,40 @@
 """The same host block is loaded again although its bytes are on the GPU, or on their way there.
 
-Mechanism: two requests share a prefix; both find it in CPU memory and both load it, because the first load is not
-visible until it has completed. Or whoever loads does not know what is there: the same blocks go to the same place
-again and again.
+Mechanism: two requests share a prefix. Both find the prefix in CPU memory and both load it, because the first load is
+not visible until it has completed. Or the code that loads does not know what is on the GPU, so the same blocks go to
+the same place again and again.
 
-Signature: where the recorder looked at the bytes of a sample of sources (`kvprobe run`), the same source and size
-again, with the bytes of the load before, while no copy from elsewhere has written over where that load put them; to
-another place within a tenth of a second. A buffer whose bytes are others at a look is rewritten, and never counted.
+Signature: `kvprobe run` looks at the bytes of a sample of sources. In these recordings, a load counts if it has the
+same source, size and bytes as an earlier load, and if no copy from elsewhere has since overwritten the destination of
+the earlier load. A load of the same bytes to another place counts within a tenth of a second. If a buffer has other
+bytes at a later look, the program rewrites the buffer, and its loads never count.
 
-By addresses alone, in recordings without such looks, a host-to-device copy with the source address and size
-of an earlier one of its process that has not ended when the later one is submitted; or, after it has ended, one with
-its destination as well, where between the two no copy wrote to the source and none from elsewhere to the destination,
-and something was waited for. So is one to another place before the host waited for anything, so that nobody there has
-seen the first one end: where its source is loaded several times within a tenth of a second and never again, and other
-sources are at other times (a staging buffer, which the host fills anew, comes again and again). A load of another kind
-repeated after the first has ended is not counted: the block may have been evicted since. Nor are buffers of less than
-64 KiB that go to one place again and again: a program rewrites its small inputs in place. Where the device was not
-recorded, a load has not ended before its stream's bytes can have come over the fastest link there is.
+In recordings without looks, kvprobe goes by addresses. A load counts if its process made an earlier load with the same
+source address and size, and one of these is true:
+ - The earlier load has not ended when the later one is submitted.
+ - The earlier load has ended and had the same destination; between the two, the program waited for something, and no
+   copy wrote to the source and no copy from elsewhere to the destination.
+ - The later load goes to another place before the host waited for anything, so that nobody has seen the first load end.
+   The source is loaded several times within a tenth of a second and never again, and other sources are loaded at other
+   times. (A staging buffer, which the host fills anew, comes again and again.)
 
-A kernel may have overwritten the bytes, which no recording tells: then the finding is only likely. Needs addresses
-(kvprobe's own recordings have them; Nsight Systems and Kineto do not, and then nothing is said). A load of which the
-destination was given another source in between is needed (weights that pass through a few buffers are loaded again and
-again), and is not counted. Of a batch only the first address is known: equal first address, size and count make it
-likely. Where looks were taken and none at these buffers, this abstains.
+Three kinds of loads do not count. A load that is repeated after the first one has ended may be needed, because the
+block may have been evicted. Buffers of less than 64 KiB that go to one place again and again are small inputs that a
+program rewrites in place. If the destination was given another source in between, the load is needed: weights that pass
+through a few buffers are loaded again and again. If the device was not recorded, kvprobe assumes that a load has not
+ended before the bytes of its stream can have come over the fastest link there is.
 
-Time lost: what the copy engine spent on the repeated copies; where the recording has no executions, their bytes at the
-link's rate where that is known, else what the calls took their callers or the fastest link there is would need for the
-bytes, both of which are less.
-Predicted saving: the same; a follower then waits for the load in flight, never longer than its own load would take.
+A kernel may have overwritten the bytes, and no recording tells this: the finding is then only likely. Of a batch, the
+recording has only the first address: two batches with equal first address, size and number of copies are likely the
+same. If the recorder took looks but none at these buffers, kvprobe does not decide.
+
+Needs: addresses, which kvprobe's own recordings have. Nsight Systems and Kineto do not write addresses.
+
+Time lost: what the copy engine spent on the repeated copies. If the recording does not show executions, kvprobe takes
+the time that the bytes need at the link's rate. If the rate is not known either, kvprobe takes what the calls took
+their callers, or what the fastest link there is needs for the bytes. Both are less than the true time.
+Predicted saving: the same time. A request then waits for the load that is under way, never longer than a load of its
+own would take.
 """
 
 from __future__ import annotations

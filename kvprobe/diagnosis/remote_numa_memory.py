@@ -1,13 +1,17 @@
 """Host memory that copies use lies on another NUMA node than the GPU.
 
-Mechanism: each byte crosses the link between the sockets before it crosses the GPU's: public reports say 1.5 to 3 times
-slower, and it takes that link from everybody else.
+Mechanism: each byte crosses the link between the sockets before it crosses the link of the GPU. Public reports say that
+these copies are 1.5 to 3 times slower. These copies also take the link between the sockets from everybody else.
 
-Signature: of the bytes that were copied from and to host memory at least a fifth, and 64 MB, lie on a node that no GPU
-of the machine is attached to. Needs the node of the memory (kvprobe run asks one page of each allocation on machines of
-several nodes) and of the GPUs. Where GPUs are attached to every node, which one a copy used is not known.
+Signature: of the bytes that were copied from and to host memory, at least a fifth, and at least 64 MB, lie on a node
+that no GPU of the machine is attached to. If GPUs are attached to every node, kvprobe cannot tell which GPU a copy
+used.
 
-Time lost: not known without executions. Predicted saving: none is stated.
+Needs: the node of the memory (on machines with several nodes, `kvprobe run` asks for the node of one page of each
+allocation) and the node of each GPU.
+
+Time lost: kvprobe states none, because without executions the time is not known. Predicted saving: kvprobe predicts
+none.
 """
 
 from __future__ import annotations

@@ -1,20 +1,22 @@
 """A thread waits in reads or writes of a tier below CPU memory: a disk, or a socket or pipe that feeds copies.
 
-Mechanism: blocks that CPU memory does not hold lie in files or behind a connection. Whoever reads them in the thread
-that launches, or makes it wait for the thread that reads, keeps the GPU idle for as long as that takes. Where the tier
-gives a token's bytes more slowly than the GPU computes the token, each hit in it makes a request later than a miss.
+Mechanism: blocks that CPU memory does not hold lie in files or behind a connection. The GPU is idle for as long as
+reading takes if the thread that launches reads these blocks itself, or waits for the thread that reads them. If the
+tier delivers the bytes of a token more slowly than the GPU computes the token, each hit in the tier makes a request
+later than a miss.
 
-Signature: reads and writes of files, or of memory that copies to or from a GPU use, either
- - in a thread that submits, between its calls; or
- - in another thread, of memory that a thread's copy then took to the GPU, while that GPU ran nothing until the copy.
+Signature: a thread reads or writes files, or memory that copies to or from a GPU use, and one of these is true:
+ - The thread submits, and reads or writes between its calls.
+ - Another thread reads or writes memory that a copy then took to the GPU, and this GPU ran nothing until the copy.
 
-Where the thread that launches spends a tenth of the window there, the recording is not healthy, whatever the GPU does.
+If the thread that launches spends a tenth of the window in reads and writes, the recording is not healthy, whatever the
+GPU does.
 
-Time lost: the time in these calls. Predicted saving: all of it for reading ahead, on a thread that does not launch; for
-computing instead, what reading takes longer than that.
+Time lost: the time in these reads and writes. Predicted saving: reading ahead, on a thread that does not launch, saves
+all of this time. Computing the tokens instead of reading them saves the time that reading takes longer than computing.
 
-Needs: `kvprobe run` or `attach`. The rate below which a tier is slower than computing is told by a server's adapter:
-bytes of a token, and what the prefill of one takes.
+Needs: `kvprobe run` or `attach`. A server's adapter tells the rate below which a tier is slower than computing: the
+bytes of a token, and how long the prefill of a token takes.
 """
 
 from __future__ import annotations

@@ -1,18 +1,23 @@
 """Nothing orders a store (GPU to CPU) after the compute that writes what it reads: silent corruption.
 
-Mechanism: the store runs on a stream of its own; without `cudaStreamWaitEvent` on that stream (or a wait by the host)
-it may read KV that the forward is still writing. vLLM up to 0.12 had it (fixed by its pull request 31341).
+Mechanism: the store runs on a stream of its own. If nothing makes this stream wait (`cudaStreamWaitEvent`, or a wait of
+the host), the store may read KV that the forward pass is still writing. vLLM up to 0.12 had this error (fixed by its
+pull request 31341).
 
-Signature: device-to-host copies on a stream without kernels begin to execute while a kernel that was launched before
-the store was submitted is still running, and the store's stream was told to wait for an event in fewer than half of
-the bursts of stores, in at least three bursts. A store that is ordered never begins under an older kernel; one of an
-earlier step's blocks may, which is why waits are counted too: one that the stream was told up to as many bursts before
-as a model has layers, for the layers of a step are stored one by one between the launches of the next; and one of the
-host, which waits or asks for the earlier step after its last launch and then stores. Where the recording does not tell
-which streams wait, nothing is said. Event identities and addresses are not in recordings, so kvprobe cannot tell
-whether bytes were really wrong: the finding is likely, never certain.
+Signature: stores on a stream without kernels begin to execute while a kernel that was launched before the store was
+submitted is still running. In at least three bursts of stores this is so, and in fewer than half of the bursts the
+stream was told to wait for an event. A store that is ordered never begins under an older kernel. But a store of the
+blocks of an earlier step may, so kvprobe also counts these waits:
+ - a wait that the stream was told some bursts before, up to as many bursts as a model has layers: the layers of a step
+   are stored one by one between the launches of the next step;
+ - a wait of the host, which waits or asks for the earlier step after its last launch and then stores.
 
-Time lost: none. Predicted saving: none; results are at stake.
+If the recording does not tell which streams wait, kvprobe says nothing. Recordings do not say which event a stream
+waits for or which addresses kernels write. So kvprobe cannot tell whether bytes were really wrong: the finding is
+likely, never certain.
+
+Time lost: kvprobe states none. Predicted saving: kvprobe predicts none, because the results are at stake and not the
+time.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """The thread that launches the model waits for a copy: explicit (`cudaStreamSynchronize`) or implicit (`cudaMemcpy`).
 
-Mechanism: while the thread waits for a transfer it launches nothing, so the GPU runs out of work, although the
+Mechanism: while the thread waits for a transfer, it launches nothing, so the GPU runs out of work, although the
 transfer does not need its multiprocessors. A result that is read back in every step (`.item()`, `.cpu()`) does the
-same: the thread gets the result only when the step is over, and has launched nothing after it.
+same: the thread gets the result only when the step is over, and has launched nothing after the step.
 
 Signature: the thread launches kernels before and after a synchronising call, and one of these is true:
  - The call names a stream that carries no kernels, and a copy was outstanding on that stream.
  - The stream of the call is not known. The call returns together with the copy that its thread submitted last; or it
    returns together with another copy, and for at least a tenth of the call only copies ran.
- - The call waits for a read-back. The last operation before the call is a GPU-to-CPU copy of at most 64 KiB on a
-   stream of kernels, and the GPU has nothing left to do when the call returns. This happens at least eight times.
+ - The call waits for a read-back. The last operation before the call is a GPU-to-CPU copy of at most 64 KiB on a stream
+   of kernels, and the GPU has nothing left to do when the call returns. This happens at least eight times.
 
 Two kinds of waits do not count. A wait for kernels alone (the end of a step) does not, because the thread has nothing
 else to do then. A wait on the compute stream for large copies in that stream does not either, because the stream itself
@@ -20,7 +20,7 @@ the call. The finding is then likely at most. A wait for an event can be for an 
 the thread launched kernels since its last copy, kvprobe cannot tell whether the copies or the kernels were late.
 
 Time lost: the duration of all these waits. The thread could have launched work in this time. Predicted saving: all of
-it, if the stream waits for an event of the copy and the thread does not wait.
+this time, if the stream waits for an event of the copy and the thread does not wait.
 """
 
 from __future__ import annotations

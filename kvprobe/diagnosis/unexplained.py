@@ -1,10 +1,11 @@
 """Slow submissions that no known cause explains, with the reason why none does.
 
-Mechanism: unknown by definition. Frequent reasons that a recording does not show are the scheduler taking the thread
-away, a lock inside the driver that another process or thread holds, and page faults.
+Mechanism: the mechanism is unknown. Frequent reasons that a recording does not show are that the scheduler takes the
+CPU from the thread, that another process or thread holds a lock inside the driver, and page faults.
 
-Signature: submissions, and records of events, longer than 60 µs, at a depth below the ceiling, that overlap nothing
-labelled: two at least, or one that took a tenth of its thread's time.
+Signature: submissions, or calls that record an event, take longer than 60 µs although their queue is not full, and they
+overlap nothing that the recorder labelled. There are at least two of these calls, or one that took at least a tenth of
+its thread's time.
 """
 
 from __future__ import annotations

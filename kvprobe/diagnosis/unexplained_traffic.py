@@ -1,15 +1,17 @@
 """The link carries bytes that no copy explains.
 
-Mechanism: a kernel reads or writes host memory by itself: mapped or registered pages, managed memory that moves or is
-reached over the link. Or another process, or another GPU's traffic, uses the same link. No call shows such bytes, and
-they take the link from copies.
+Mechanism: a kernel reads or writes host memory by itself: mapped or registered pages, or managed memory that moves or
+is read over the link. Or another process uses the same link, or another GPU does. No call shows these bytes, and they
+take the link from copies.
 
-Signature: in windows of two seconds NVML's counters of the link exceed the bytes that calls submitted to it in the
-window and the second before, by more than three standard errors of the counters' mean, a gigabyte per second, and a
-quarter of what was seen: each sample of NVML covers 20 ms, and packets carry more than their payload. Where single
-calls were lost, the whole recording is one window, and the totals are compared.
+Signature: kvprobe compares NVML's counters of the link with the bytes that calls submitted, in windows of two seconds.
+A window counts the bytes that were submitted in it and in the second before. The counters, less three standard errors
+of their mean, must exceed the submitted bytes by at least a gigabyte per second and by at least a quarter of what they
+show. (Each sample of NVML covers only 20 ms, and packets carry more than their payload.) If the recording has lost
+single calls, kvprobe compares the totals of the whole recording instead.
 
-Time lost: none, because the recording does not show what the bytes delayed. Predicted saving: none.
+Time lost: kvprobe states none, because the recording does not show what the bytes delayed. Predicted saving: kvprobe
+predicts none.
 """
 
 from __future__ import annotations

@@ -1,20 +1,22 @@
 """Neighbouring copies that could have been one: their caller pays a call for each, and the calls limit the copying.
 
-Mechanism: a copy costs its caller about 1 µs (H200) to 3 µs, however small it is. Blocks that lie side by side in CPU
-memory and on the GPU, as those of a long prefix often do, are one piece of memory on both sides, but the program
-copies them one by one. A call for 16 KiB cannot fill a link of 55 GB/s.
+Mechanism: a copy costs its caller about 1 µs (H200) to 3 µs, however small the copy is. The blocks of a long prefix
+often lie side by side, in CPU memory and on the GPU. These blocks are then one piece of memory on both sides, but the
+program copies them one by one. With a call for each 16 KiB, a program cannot fill a link of 55 GB/s.
 
-Signature: copies of one thread, stream and direction, one right after the other, of which source and destination both
-begin where those of the copy before end; the thread waited for nothing in between, and the stream was given nothing
-else. The calls take longer than their bytes on the link; where its rate is not known, longer than the copies executed,
-else longer than at 25 GB/s. Calls for larger copies are hidden behind the bytes. A millisecond and a fiftieth of the
-caller's time at least. Streams with a full launch queue are left to the causes that name it, where merging is one of
-the changes. Needs addresses: kvprobe's own recordings; of a batch only the first one is known.
+Signature: one thread makes copies right after one another, on one stream and in one direction, and each begins where
+the copy before it ends, at the source and at the destination. In between, the thread waited for nothing, and the stream
+was given nothing else. The calls take longer than their bytes need on the link. (If the link's rate is not known,
+kvprobe compares with the time that the copies executed, and otherwise with 25 GB/s.) Calls for larger copies are hidden
+behind the bytes. The calls must take at least a millisecond and at least a fiftieth of the caller's time. Streams with
+a full launch queue belong to the causes of a full queue, where merging is one of the changes.
 
-Time lost: what the calls cost that continue the copy before them, at most the median of their stream and direction.
-Whether that is worth a change is decided with what passes between them: a loop that is not run saves that, too.
-Predicted saving: the time of these calls. If kvprobe submits the copies on its own thread, that saves more, but this
-is not modelled.
+Needs: addresses, which kvprobe's own recordings have. Of a batch, the recording has only the first address.
+
+Time lost: the cost of the calls that continue the copy before them, at most the median of their stream and direction.
+kvprobe decides whether the change is worth it with the time between these calls added, because a loop that is not run
+saves this time, too. Predicted saving: the time of these calls. If kvprobe submits the copies on its own thread, that
+saves more, but kvprobe does not predict how much.
 """
 
 from __future__ import annotations

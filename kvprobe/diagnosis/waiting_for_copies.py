@@ -1,18 +1,20 @@
-"""The GPU waited for copies, and no other cause explains why.
+"""The GPU waited for copies, and no cause with a signature of its own explains this wait.
 
-Mechanism: the model's next kernel needs bytes that are still being copied, or its thread launches the kernel only after
+Mechanism: the model's next kernel needs bytes that are still being copied, or the thread launches the kernel only after
 the copies. Loads that are submitted when they are needed, and not a step ahead, run alone however fast the link is. If
 loads are submitted ahead and a part of them still runs alone, they take longer than the kernels that could hide them.
 
-Signature: none of its own. It is the rest of the lines "waiting for copies" that no other cause explains.
+Signature: this cause has no signature of its own. The lines "waiting for copies" of the report say for how long only
+copies ran. This cause gets the part of these lines that no other cause explains. The evidence says what the recording
+shows about the copies: whether they were submitted too late, or early but had to wait in their stream.
 
 Before the first kernel of the window, and after the last one, nothing shows whether a model waited: weights may have
-been loaded, or the model may have ended. What lies there is an open question.
+been loaded, or the model may have ended. kvprobe does not decide about this time.
 
-Time lost: the wall time in which only copies ran. Predicted saving: kvprobe predicts it for loads that are submitted
-ahead, and for stores that the next step does not wait for. It is the time of these copies that kernels could have
-hidden, and at most the time of the kernels. For fewer bytes, kvprobe predicts no saving, because it depends on how many
-fewer.
+Time lost: the wall time in which only copies ran. Predicted saving: kvprobe predicts a saving for loads that are
+submitted ahead, and for stores that the next step does not wait for. The saving is the time of these copies that
+kernels could have hidden, and at most the time of the kernels. For fewer bytes, kvprobe predicts none, because the
+saving depends on how many fewer bytes there are.
 """
 
 from __future__ import annotations

@@ -1,16 +1,19 @@
 """The GPU ran nothing while its thread was busy with something that no other cause explains.
 
-Mechanism: the next operation had not been submitted yet. The account says what its thread did until then.
+Mechanism: the next operation had not been submitted yet. The report says what the thread that submitted this operation
+did until then.
 
-Signature: none of its own. It is the rest of the lines "waiting for the host" that no other cause explains.
+Signature: this cause has no signature of its own. The lines "waiting for the host" of the report say for how long the
+GPU ran nothing, and what its thread did. This cause gets the part of these lines that no other cause explains.
 
 Before the first kernel of the window, and after the last one, nothing shows whether a model waited: weights may have
-been loaded, or the model may have ended. What lies there is an open question. So are pauses of a thread far longer
-than what it takes from the results of most steps to the next submission, where nothing is seen of what it did: it may
-have prepared a request, or waited for one.
+been loaded, or the model may have ended. kvprobe does not decide about this time. Some pauses are far longer than the
+thread usually takes from the results of a step to the next submission. If the recording does not show what the thread
+did in a pause of this kind, kvprobe does not decide about the pause, either: the thread may have prepared a request, or
+waited for one.
 
-Time lost: these instants, as wall time. Predicted saving: all of it, if the thread prepares the next step while the
-GPU works. Other changes are not modelled.
+Time lost: the wall time in which the GPU ran nothing for this reason. Predicted saving: all of this time, if the thread
+prepares the next step while the GPU works. For other changes, kvprobe predicts none.
 """
 
 from __future__ import annotations
@@ -125,7 +128,8 @@ def _left(joined: JoinedRecording) -> Finding | None:
     if lacks:
         title = f"Nothing ran for {{lost}} between copies, and {lacks}"
         return joined.line_question(CAUSE, title, gpu, loss, evidence, lacks)
-    title = f"The GPU waited {{lost}} for the host, {of_the_time(lost, gpu)}: for most of it, the thread {DID[first]}"
+    part = "all this time" if by_line[first] == lost else f"for {ms(by_line[first])} of this wait"
+    title = f"The GPU waited {{lost}} for the host, {of_the_time(lost, gpu)}: {part}, the thread {DID[first]}"
     cure = [_of_part(CURES[line], by_line[line] / lost) for line in lines[:3]]
     return joined.line_finding(CAUSE, title, gpu, loss, evidence=evidence, cure=cure)
 

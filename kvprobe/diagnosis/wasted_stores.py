@@ -1,21 +1,24 @@
 """Blocks are stored to CPU memory that has their bytes already, or overwritten there before they are loaded.
 
-Mechanism: every finished block is stored although few prefixes come back; the pool in CPU memory evicts them unread.
-Or the program does not know what is already stored, and stores the same blocks at the same addresses in each step. The
-bytes took the link from loads, and memory bandwidth from the model.
+Mechanism: the program stores every finished block although few prefixes come back, and the pool in CPU memory evicts
+the blocks unread. Or the program does not know what is already stored, and stores the same blocks at the same addresses
+in each step. These bytes take the link from loads, and memory bandwidth from the model.
 
-Signature: a device-to-host copy whose destination is written again, by a store of the same address and size, and no
-host-to-device copy read that address in between. At least 64 stores and 16 MB, a quarter of all that could be judged;
-between a store and the one over it the process waited for something. Stores that are not overwritten before the
-recording ends are not judged. Memory that nothing is ever loaded from may be a staging buffer that the host reads (on
-its way to a disk, a network): then this abstains.
+Signature: one of these is true:
+ - A store is overwritten by another store of the same address and size, and no load read that address in between. There
+   are at least 64 overwritten stores of together 16 MB, and they are at least a quarter of all stores that can be
+   judged. Between a store and the store that overwrites it, the process waited for something. Stores that are not
+   overwritten before the recording ends cannot be judged. If nothing is ever loaded from the memory, kvprobe does not
+   decide: the memory may be a staging buffer that the host reads, on its way to a disk or a network.
+ - The recorder looked at the bytes of a sample of destinations (`kvprobe run`), and as many stores, of blocks of at
+   least 64 KiB, found the same bytes at their destination that they wrote. Bytes that are one word over and over, as in
+   memory that nobody has filled, do not count.
 
-Or, where the recorder looked at the bytes of a sample of destinations (`kvprobe run`): as many stores, of blocks of at
-least 64 KiB, whose destination held the same bytes before and after. Bytes that are one word over and over, as in
-memory that nobody has filled, tell nothing. Needs addresses: kvprobe's own recordings.
+Needs: addresses, which kvprobe's own recordings have.
 
-Time lost: their bytes at the link's rate, where that is known; else the bytes are said, and no time.
-Predicted saving: the same.
+Time lost: the time that these bytes need at the link's rate. If the rate is not known, kvprobe states the bytes and no
+time.
+Predicted saving: the same time.
 """
 
 from __future__ import annotations

@@ -1,22 +1,26 @@
 """Weights are copied to the GPU while nothing computes, although compute could have hidden the copies.
 
 Mechanism: offloaded weights are copied to the GPU on the compute stream, or just before they are needed, so each layer
-first waits for its bytes and then computes. With a prefetch of one layer the two run side by side.
+first waits for its bytes and then computes. If the weights of a layer are copied one layer ahead, copying and computing
+run side by side.
 
 Signature: weights are copied from CPU to GPU, and for most of this time no kernel of the same process runs, although
-the process has kernels that could hide the copies. Copies are of weights if the same source is loaded in every forward,
-at least 1 MiB each time, and the loads are not redundant. If a recording has no addresses, one of these must be true:
- - NVTX ranges around the calls say so (weight, param, layer, offload, prefetch, fsdp). A range around all of the
-   copies says nothing of one.
+the process has kernels that could hide the copies. Copies are of weights if the same source is loaded in every forward
+pass, at least 1 MiB each time, and the loads are not redundant. If a recording has no addresses, one of these must be
+true:
+ - NVTX ranges around the calls say so (weight, param, layer, offload, prefetch, fsdp). A range around all copies
+   says nothing of one.
  - The sizes of the copies repeat in the same order, and are at least 1 MiB.
- - Many copies have one such size, and each was submitted before the kernel in front of it had ended, so that it could
-   have run beside this kernel. A copy that was submitted later may not have been possible earlier.
+ - Many copies have one size of at least 1 MiB, and each copy was submitted before the kernel in front of it had ended.
+   So the copy could have run beside this kernel. A copy that was submitted later may not have been possible earlier.
 
 If the device was not recorded, kvprobe sees large loads on a stream that has as many launches, but not what computes
 meanwhile. If these loads carry enough bytes to fill a tenth of the time, the cause is an open question.
 
-Time lost: min(copy time, compute time) - time both already run together, over the stretch of the weight copies: the
-bound of a perfect prefetch is max(copy, compute). Predicted saving: the same.
+Time lost: with copies that run perfectly ahead, a forward pass would take as long as the longer of two times: all
+copying, or all computing. So the lost time is the shorter of these two times, less the time in which both already run
+together.
+Predicted saving: the same time.
 """
 
 from __future__ import annotations

@@ -176,9 +176,10 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     try:
         compiled = re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
-        raise UsageError(f"--steps {pattern}: no regular expression ({error})") from None
+        raise UsageError(f"--steps-by {pattern}: not a regular expression ({error})") from None
     if not {"step", "request"} & set(compiled.groupindex):
         raise UsageError(
-            f"--steps {pattern}: it has neither of the groups step and request: write (?P<step>\\d+), (?P<request>...)"
+            f"--steps-by {pattern}: the pattern needs a group named step or request: write (?P<step>\\d+) or "
+            "(?P<request>...)"
         )
     return compiled

@@ -124,9 +124,13 @@ def _said(moved: Mapping[FindingChange, float]) -> str:
     title = f"\u201c{first.title.rstrip('.')}\u201d"
     before, after = percent(first.share_before), percent(first.share_after)
     if first.what in ("less", "more"):
-        text = f"{title} costs {after} of the window instead of {before} ({first.confidence})"
+        text = f"{title} costs {after} of the serving window instead of {before} ({first.confidence})"
     else:
-        lost = f"it cost {before} of the window" if first.what == "gone" else f"it costs {after} of the window"
+        lost = (
+            f"it cost {before} of the serving window"
+            if first.what == "gone"
+            else f"it costs {after} of the serving window"
+        )
         figure = "results at stake" if _wrong_results(first) else lost
         text = f"{title} is {first.what} ({figure}, {first.confidence})"
     return text + (f", with {rest} more finding{'s' if rest > 1 else ''}" if rest else "")
@@ -135,11 +139,11 @@ def _said(moved: Mapping[FindingChange, float]) -> str:
 def _costs(cost: SubmissionCost | None) -> str:
     if cost is None:
         return f"no submitting call occurs {LEAST} times in both"
-    sure = f"95% interval {interval(cost.moved)}"
+    sure = f"over all calls, 95% interval {interval(cost.moved)}"
     if cost.moved.verdict == "same":
         return f"a typical submission takes as long as before ({sure})"
     text = f"a typical submission is {_faster(cost.moved.ratio)} ({sure}"
-    weight = f"{percent(cost.share)} of the time"
+    weight = f"a difference of {percent(cost.share)} of the time of its threads"
     return f"{text}, which may be chance)" if cost.moved.verdict == "unsure" else f"{text}; {weight})"
 
 

@@ -154,10 +154,10 @@ def saving_text(change: Change, before: Sequence[Change] = ()) -> str:
     saved, spared = change.predicted_saving_ns, change.thread_saving_ns or 0
     if saved <= 0:
         if spared:
-            return f"predicted to save {duration(spared)} of the thread's time; the GPU does not wait for this thread"
+            return f"predicted to free the thread for {duration(spared)}, but the GPU does not wait for this thread"
         return "predicted to save nothing here"
     if spared > saved:
-        return f"predicted to save {duration(saved)}, and {duration(spared)} of the thread's time"
+        return f"predicted to save {duration(saved)} of wall time; the thread loses {duration(spared)} less"
     return f"predicted to save {duration(saved)}"
 
 
@@ -165,17 +165,17 @@ def terminal_lines(recording: Recording, finding: Finding) -> list[str]:
     """The first finding for a terminal: its title, cause, the call that lost most, and the first change."""
     out = [
         f"{WORDS[finding.severity]}: {finding.title}",
-        f"  cause         {finding.cause} ({finding.confidence}); `kvprobe causes {finding.cause}` explains it",
+        f"  cause           {finding.cause} ({finding.confidence}); `kvprobe causes {finding.cause}` explains it",
     ]
     for call in finding.calls[:1]:
         same = [one for one in finding.where if one.thread == call.thread]
         stream = call.stream_name or (same[0].stream_name if same else "")
         made = f", called at {call.line}" if call.line else ""
-        out.append(f"  worst call    {call.name}{call_text(call, direction_text(recording, call.row), stream)}{made}")
+        out.append(f"  its worst call  {call.name}{call_text(call, direction_text(recording, call.row), stream)}{made}")
     for first in finding.cure[:1]:
         saving = saving_text(first)
-        at, saves = f", at {first.at}" if first.at else "", f" ({saving})" if saving else ""
-        out.append(f"  first change  {first.text}{at}{saves}")
+        out.append(f"  first change    {first.text}{f', at {first.at}' if first.at else ''}")
+        out += [f"                  {saving}"] if saving else []
     return out
 
 

@@ -98,8 +98,11 @@ def sentences(one: Sizing) -> list[str]:
         out.append(f"{percent(one.unread_share)} of the stored blocks were evicted before they were loaded.")
     out += _paying(one)
     if one.tier_share is not None:
-        needs = f"; it must deliver more than {rate(one.tier_bytes_per_s)}" if one.tier_bytes_per_s else ""
-        out.append(f"A tier four times as large below the pool would find another {percent(one.tier_share)}{needs}.")
+        needs = f" This tier must deliver more than {rate(one.tier_bytes_per_s)}." if one.tier_bytes_per_s else ""
+        out.append(
+            f"A tier below the pool, four times as large as the pool, would find another {percent(one.tier_share)}."
+            f"{needs}"
+        )
     return out
 
 
@@ -107,24 +110,24 @@ def _advice(one: Sizing, point: Point) -> str:
     size = f" ({bytes_text(point.bytes)})" if point.bytes else ""
     if one.pays is False:
         return "No size pays: loading a block takes longer than computing it."
-    said = (
-        f"{point.blocks:,} blocks{size} would find {percent(point.hit_share)}; twice as many blocks would find "
-        f"hardly more."
-    )
-    if one.now is not None and not one.now.undecided and point.blocks < one.now.blocks:
-        said = f"The pool is larger than needed: {said}"
+    said = f"A pool of {point.blocks:,} blocks{size} would find {percent(point.hit_share)} of the requested blocks"
     if point.saved_ns is not None and one.now is not None and one.now.saved_ns is not None:
-        said += f" That would save {duration(point.saved_ns)} of computing; now it is {duration(one.now.saved_ns)}."
+        said += f" and save {duration(point.saved_ns)} of computing; today's pool saves {duration(one.now.saved_ns)}"
+    said += ". Twice as many blocks would find hardly more."
+    if one.now is not None and not one.now.undecided and point.blocks < one.now.blocks:
+        said = f"The pool is larger than needed. {said}"
     return said + (f" Set {one.option}." if one.option else "")
 
 
 def _misses(one: Sizing) -> str:
-    parts = [f"{percent(one.first_share)} requested for the first time (a larger pool does not help)"]
+    parts = [f"{percent(one.first_share)} because they were requested for the first time (a larger pool does not help)"]
     if one.too_small_share is not None:
-        parts.append(f"{percent(one.too_small_share)} evicted because the pool was full")
+        parts.append(f"{percent(one.too_small_share)} because the pool was full and had evicted them")
     if one.early_share:
-        parts.append(f"{percent(one.early_share)} evicted although an LRU pool of this size would still have them")
-    return f"Not found, as shares of all requested blocks: {', '.join(parts)}."
+        parts.append(
+            f"{percent(one.early_share)} because they were evicted earlier than an LRU pool of this size evicts them"
+        )
+    return f"Of all requested blocks, these were not found: {'; '.join(parts)}."
 
 
 def _paying(one: Sizing) -> list[str]:
@@ -134,5 +137,5 @@ def _paying(one: Sizing) -> list[str]:
         return [f"It is not known from which length on loading is faster than computing, because {lacks}."]
     if math.isinf(even):
         return ["Computing is faster than loading at every length."]
-    each = f"; a block that is found saves {duration(one.rates.saved_ns)}" if one.pays else ""
-    return [f"Loading is faster than computing from {math.ceil(even):,} tokens on{each}."]
+    each = f" A block that is found saves {duration(one.rates.saved_ns)}." if one.pays else ""
+    return [f"Loading is faster than computing from {math.ceil(even):,} tokens on.{each}"]

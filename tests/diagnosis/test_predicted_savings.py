@@ -184,7 +184,9 @@ def test_what_a_thread_is_spared_stands_beside_a_smaller_saving_and_not_beside_a
         return " ".join(saving_text(change).split())  # a number and its unit are kept on one line
 
     modelled = Change("a", share=1.0)
-    assert said(modelled.of(6_530, 10_187_345)) == "predicted to save 6.53 µs, and 10.2 ms of the thread's time"
+    assert (
+        said(modelled.of(6_530, 10_187_345)) == "predicted to save 6.53 µs of wall time; the thread loses 10.2 ms less"
+    )
     assert said(modelled.of(1_000, 1_000)) == "predicted to save 1.00 µs"
 
 

@@ -31,18 +31,24 @@ def test_what_is_better_by_how_much_and_how_sure() -> None:
     one = said(change("gone", 0.47, 0.0), change("less", 0.05, 0.01, "unexplained"), at=cost(0.5, "faster", 0.02))
     assert one.state == "better"
     assert one.sentence.replace(TIMES_SIGN, "x") == (
-        "b is better than a: “200 copies blocked” is gone (it cost 47% of the window, certain), with 1 more finding, "
-        "and a typical submission is 2 times faster (95% interval 1.82x to 2.22x; 2.0% of the time)."
+        "b is better than a: “200 copies blocked” is gone (it cost 47% of the serving window, certain), with 1 more "
+        "finding, "
+        "and a typical submission is 2 times faster (over all calls, 95% interval 1.82x to 2.22x; a "
+        "difference of 2.0% of the time of its threads)."
     )
     assert said(change("more", 0.05, 0.3), at=AS_BEFORE).sentence.startswith(
-        "b is worse than a: “200 copies blocked” costs 30% of the window instead of 5.0% (certain), and a typical "
+        "b is worse than a: “200 copies blocked” costs 30% of the serving window instead of 5.0% (certain), and a "
+        "typical "
     )
 
 
 def test_a_page_sets_what_submissions_cost_below_the_headline() -> None:
     one = said(change("gone", 0.47, 0.0), at=cost(1.5, "slower", 0.001))
     head = verdict(one, [], [])
-    assert head.headline == "b is better than a: “200 copies blocked” is gone (it cost 47% of the window, certain)."
+    assert (
+        head.headline
+        == "b is better than a: “200 copies blocked” is gone (it cost 47% of the serving window, certain)."
+    )
     assert head.detail.startswith("A typical submission is 1.50 times slower")
     assert "With one recording of each" in head.detail
     alone = said(at=cost(1.5, "slower", 0.1))
