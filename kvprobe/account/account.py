@@ -19,9 +19,9 @@ from kvprobe.account.lines import COPIES, HOST, Line, Unknown
 from kvprobe.account.stretches import NOBODY, Stretches, overlay
 from kvprobe.account.threads import Threads
 from kvprobe.output.parts import AccountJson, GpuJson, ThreadJson
-from kvprobe.recordings.intervals import union
+from kvprobe.recordings.intervals import Cover, union
 from kvprobe.recordings.joined import Joined
-from kvprobe.recordings.model import Array
+from kvprobe.recordings.model import Array, Direction
 
 __all__ = ["Account", "GpuAccount", "ThreadAccount", "account_of"]
 
@@ -41,6 +41,8 @@ class GpuAccount:
         operations: kernels and copies that ran in it.
         kernels: how many of them compute.
         links: the rates that its copies are compared with, to the GPU and from it; 0 where it made none.
+        link_busy_ns: how long copies ran in the window, to the GPU and from it.
+        moved_ns: of the time of copies alone, what causes have claimed whose changes move copies beside kernels.
     """
 
     device: int
@@ -53,6 +55,8 @@ class GpuAccount:
     operations: int
     kernels: int
     links: tuple[LinkRate, LinkRate] = (LinkRate(), LinkRate())
+    link_busy_ns: tuple[int, int] = (0, 0)
+    moved_ns: int = 0
 
     @property
     def window_ns(self) -> int:
@@ -109,6 +113,11 @@ class GpuAccount:
     def not_computing_ns(self) -> int:
         """Time that could be saved at most: waiting, for copies or the host."""
         return self.ns(*COPIES, *HOST) + self.unknown_ns().get(Unknown.BETWEEN_OPERATIONS, 0)
+
+    @property
+    def link_alone_ns(self) -> int:
+        """For how long only copies run however well they overlap: the link is busy for longer than kernels run."""
+        return max(max(self.link_busy_ns) - self.ns(Line.COMPUTING), 0)
 
     def unknown_ns(self) -> dict[Unknown, int]:
         """What is not known, by reason."""
@@ -232,6 +241,7 @@ class Account:
         becomes: Line | None = None,
         caller: int = -1,
         most_ns: int | None = None,
+        moves: bool = False,
     ) -> dict[int, int]:
         """Gives a cause what is not claimed yet of these lines in the intervals from `start` to `end`, in ns.
 
@@ -246,6 +256,8 @@ class Account:
             becomes: the line that the claimed time moves to, where the cause proves another than was assumed.
             caller: of this thread's doing only; -1: whoever's.
             most_ns: no more than this of each GPU; the earliest of it.
+            moves: the lines are copies alone, and without the cause they would run beside kernels, as long as now: no
+                more than kernels can hide.
 
         Returns:
             what it got, in ns, by the number of the GPU in `gpus`.
@@ -267,11 +279,15 @@ class Account:
             if caller >= 0:
                 mine &= cut.caller == caller
             ns = int(cut.ns[mine].sum())
-            if most_ns is not None and ns > most_ns:
-                mine = _earliest(cut, mine, most_ns)
+            most = ns if most_ns is None else most_ns
+            if moves:
+                most = min(most, max(gpu.ns(*COPIES) - gpu.link_alone_ns - gpu.moved_ns, 0))
+            if ns > most:
+                mine = _earliest(cut, mine, most)
                 ns = int(cut.ns[mine].sum())
             if ns:
                 got[place] = ns
+                gpu.moved_ns += ns if moves else 0
                 cut.cause[mine] = number
                 if becomes is not None:
                     cut.line[mine] = becomes
@@ -329,9 +345,17 @@ def account_of(joined: Joined) -> Account:
                 int(inside.sum()),
                 int((inside & ~gpu.copying & ~gpu.unclear).sum()),
                 links_of(joined, gpu),
+                _link_busy(gpu, begin, max(serving.end_ns, begin)),
             )
         )
     return Account(gpus, _threads(joined, threads, gpus))
+
+
+def _link_busy(gpu: Activity, begin: int, end: int) -> tuple[int, int]:
+    """How long copies of each direction ran between these instants, ns."""
+    start, stop = np.clip(gpu.start, begin, end), np.clip(gpu.end, begin, end)
+    there, back = (gpu.copying & (gpu.direction == one) for one in (Direction.H2D, Direction.D2H))
+    return Cover(start[there], stop[there]).total_ns, Cover(start[back], stop[back]).total_ns
 
 
 def _begin(joined: Joined, gpu: Activity) -> int:

@@ -105,7 +105,8 @@ def _print(conclusion: Conclusion, changes: list[FindingChange], calls: list[Cal
 
     from kvprobe.commands._reading import plain
     from kvprobe.reporting.compare import VERDICTS, interval
-    from kvprobe.reporting.units import change_text, duration, percent
+    from kvprobe.reporting.compared import cost_text
+    from kvprobe.reporting.units import change_text, duration
 
     console = Console(highlight=False)
     console.print(Text(plain(conclusion.sentence), "bold"))
@@ -116,10 +117,10 @@ def _print(conclusion: Conclusion, changes: list[FindingChange], calls: list[Cal
     if not changes:
         console.print("Findings: none in either recording.")
     else:
-        console.print(Text("Findings, and the time that each cost: before -> after", style="italic"))
+        console.print(Text("Findings, and the share of the time that each cost: before -> after", style="italic"))
         for change in changes:
             lost = [
-                f"{duration(ns)} ({percent(share)})" if ns else "nothing"
+                cost_text(ns, share)
                 for ns, share in (
                     (change.lost_before_ns, change.share_before),
                     (change.lost_after_ns, change.share_after),

@@ -14,6 +14,7 @@ from kvprobe.recordings.model import Array
 
 __all__ = ["ExplainedTime", "Explainer"]
 
+_OUTSIDE = (Line.PYTHON, Line.NO_CPU, Line.TIER, Line.ELSEWHERE, Line.NOTHING_TO_DO)  # of calls
 _CALLERS = 32  # threads whose part is played one by one; those with the largest
 
 
@@ -46,13 +47,18 @@ class Explainer:
         """Of an account that nobody has claimed anything of."""
         self.account = account
         self._left_ns = max((gpu.not_computing_ns for gpu in account.gpus if gpu.seen), default=0)
+        # What can be saved without fewer or faster copies: beyond it the link is busy for longer than kernels run.
+        self._moved_left_ns = max(
+            (gpu.not_computing_ns - gpu.link_alone_ns for gpu in account.gpus if gpu.seen), default=0
+        )
         self._window_ns = max((gpu.window_ns for gpu in account.gpus if gpu.seen), default=0)
 
     def host(self, cause: str, start: Array, end: Array, caller: Array, ns: Array) -> ExplainedTime:
         """Of calls of threads: from `start` to `end`, by `caller`, of which `ns` is lost in each; (calls,) int64."""
         account, proves = self.account, proven_line(cause)
         waits = proves == Line.WAITING_FOR_DEVICE  # for copies: nothing else may run while these do
-        if proves == Line.FULL_QUEUE:
+        fills = proves == Line.FULL_QUEUE
+        if fills:
             for thread in account.threads:
                 thread.waited_for_slots(int(ns[caller == thread.caller].sum()))
         if not account.seen:
@@ -72,12 +78,15 @@ class Explainer:
                 saved += saved_by_host(account, one, end[rows], ns[rows])
             got = [account.claim(cause, start[rows], end[rows], HOST, becomes=proves, caller=one)]
             if not waits:
-                got.append(account.claim(cause, start[rows], end[rows], COPIES, caller=one))
-            if proves == Line.FULL_QUEUE:  # what filled the queue had been submitted, and stood still
+                got.append(account.claim(cause, start[rows], end[rows], COPIES, caller=one, moves=fills))
+            if fills:  # what filled the queue had been submitted, and stood still
                 got.append(account.claim(cause, start[rows], end[rows], (Line.NOT_KNOWN,), becomes=Line.FULL_QUEUE))
             for part in got:
                 for gpu, more in part.items():
                     claimed[gpu] = claimed.get(gpu, 0) + more
+        if fills:
+            saved = max(min(saved, self._moved_left_ns), 0)
+            self._moved_left_ns -= saved
         return self._explained(claimed, open_ns, saved)
 
     def question(self, start: Array, end: Array, caller: Array, ns: Array) -> ExplainedTime:
@@ -96,11 +105,11 @@ class Explainer:
         claimed = self.account.claim(cause, start, end, COPIES, becomes=proven_line(cause), most_ns=lost_ns)
         return self._explained(claimed, 0, min(lost_ns, max(claimed.values(), default=0)))
 
-    def gaps(self, cause: str, start: Array, end: Array) -> ExplainedTime:
-        """Of stretches in which a GPU stood idle, (stretches,)."""
+    def gaps(self, cause: str, start: Array, end: Array, calls: bool) -> ExplainedTime:
+        """Of stretches in which a GPU stood idle, (stretches,); `calls`: with what its thread spent in calls there."""
         if not self.account.seen:
             return ExplainedTime()
-        lines = (*HOST, Line.NOTHING_TO_DO)
+        lines = (*HOST, Line.NOTHING_TO_DO) if calls else _OUTSIDE
         claimed = self.account.claim(cause, start, end, lines, becomes=proven_line(cause))
         return self._explained(claimed, 0, max(claimed.values(), default=0))
 

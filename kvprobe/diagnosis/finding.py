@@ -268,6 +268,7 @@ class Loss:
         places, calls: as `where` and `calls` of Finding.
         gaps: of a loss that is not one of calls or copies, the stretches in which a device stood idle, as arrays of
             where they begin and end; None: none is known.
+        gaps_calls: of `gaps`, whether the time inside calls there is a part of the loss.
         copies: of a loss of copy engines, the rows of the executions; None: none is known.
         stretches: of a loss of threads outside of calls, where it begins and ends, and whose it is (`Joined.caller`).
         spans: as `copies`, of stretches that are no copies' own: waits for them, or what timing events tell of copies
@@ -282,6 +283,7 @@ class Loss:
     places: tuple[Where, ...] = ()
     calls: tuple[TracedCall, ...] = ()
     gaps: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = None
+    gaps_calls: bool = True
     copies: npt.NDArray[Any] | None = None
     spans: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = None
     stretches: tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]] | None = None

@@ -486,7 +486,7 @@ class JoinedRecording(Joined):
             return None
         explained = ExplainedTime()
         if loss.gaps is not None and confidence != "cannot tell":
-            explained = self.explainer.gaps(cause, *loss.gaps)
+            explained = self.explainer.gaps(cause, *loss.gaps, loss.gaps_calls)
         elif loss.copies is not None and confidence != "cannot tell":
             rows = loss.copies
             explained = self.explainer.copies(cause, self.x_start[rows], self.x_end[rows], loss.ns)

@@ -26,8 +26,9 @@ A driver's lock, a full queue and pageable memory hold a thread inside calls, no
 thread waited for a CPU do not count, because time slices of the scheduler last some milliseconds, too (`cpu_starved`).
 If a third of all pauses are of this kind, none counts: the kernel does not report such waits for every moment.
 
-Time lost: the part of these gaps that is the host's. Predicted saving: the same. A CUDA graph launches short pieces as
-one; against the lock and the garbage collector, move the other work out of the process.
+Time lost: the part of these gaps that is the host's; of short gaps all of it, because the call that launches is a part
+of them. Predicted saving: the same. A CUDA graph launches short pieces as one; against the lock and the garbage
+collector, move the other work out of the process.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvprobe.account import Line
+from kvprobe.account.gpu import BEGINS_NS
 from kvprobe.account.threads import runs_python
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
 from kvprobe.diagnosis.gaps import NO_WORK_NS, Gaps, gaps_chart, idle_gaps
@@ -256,13 +258,17 @@ def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
     span = joined.span_ns * max(len(np.unique(gaps.process)), 1)
     signs = _signs(joined, gaps, span)
     mine = signs.short | signs.collected | signs.locked | signs.sampled | signs.slept
-    lost = int(gaps.host_ns[mine].sum())
-    if not mine.any() or lost < (LEAST_SHARE if not signs.collected.any() else 0.01) * span:
+    host = int(gaps.host_ns[mine].sum())
+    if not mine.any() or host < (LEAST_SHARE if not signs.collected.any() else 0.01) * span:
         return None
+    # Of a short gap the call that ends it is a part: one launch for many kernels saves that as well.
+    ends = np.where(signs.short, np.minimum(gaps.end, joined.end[gaps.call] + BEGINS_NS), joined.start[gaps.call])
+    took = np.where(signs.short, ends - gaps.start, gaps.host_ns)
+    lost = int(took[mine].sum())
     idle = Evidence(
-        f"{int(mine.sum())} idle gaps of the device, {ms(lost)} or {share(lost, span)} of the recording, "
-        "while the launching thread was in no CUDA call",
-        lost,
+        f"in {int(mine.sum()):,} gaps, the GPU ran nothing and the thread that launches was in no CUDA call: together "
+        f"{ms(host)}, {share(host, span)} of the serving window",
+        host,
         "ns",
         MEASURED,
     )
@@ -276,11 +282,11 @@ def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
             on="device",
             window=(int(gaps.start[mine].min()), int(gaps.end[mine].max())),
             span_ns=span,
-            places=joined.places(gaps.call[mine], gaps.host_ns[mine]),
-            gaps=(gaps.start[mine], gaps.end[mine]),
+            places=joined.places(gaps.call[mine], took[mine]),
+            gaps=(gaps.start[mine], ends[mine]),
         ),
         evidence=[idle, *_evidence(gaps, signs)],
-        cure=_cure(gaps, signs, 1 / max(lost, 1)),
+        cure=_cure(gaps, signs, took, max(lost, 1)),
         chart=gaps_chart(joined, gaps, mine),
     )
 
@@ -327,14 +333,14 @@ def _evidence(gaps: Gaps, signs: _Signs) -> list[Evidence]:
     return evidence
 
 
-def _cure(gaps: Gaps, signs: _Signs, of_all: float) -> list[Change]:
-    """Changes for each sign; `of_all`: 1 / all that was lost, in ns."""
+def _cure(gaps: Gaps, signs: _Signs, took: Array, lost: int) -> list[Change]:
+    """Changes for each sign; `took`: what each gap lost, ns, `lost` what all of them did."""
     cure = []
     if signs.short.any():
         cure += [
             Change(
                 "Launch many kernels at once: a CUDA graph, torch.compile(mode='reduce-overhead')",
-                share=int(gaps.host_ns[signs.short].sum()) * of_all,
+                share=int(took[signs.short].sum()) / lost,
             ),
             Change("Larger batches, fused kernels"),
         ]
@@ -342,11 +348,11 @@ def _cure(gaps: Gaps, signs: _Signs, of_all: float) -> list[Change]:
         cure += [
             Change(
                 "Move the other thread's Python work to a process of its own",
-                share=int(gaps.host_ns[held].sum()) * of_all,
+                share=int(took[held].sum()) / lost,
             ),
             Change("sys.setswitchinterval(0.0005) as a stopgap"),
         ]
     if signs.collected.any():
         total = int(gaps.gc_ns[signs.collected].sum())
-        cure += [Change("gc.freeze() after start-up, and gc.collect() between requests", share=total * of_all)]
+        cure += [Change("gc.freeze() after start-up, and gc.collect() between requests", share=total / lost)]
     return cure

@@ -402,8 +402,8 @@ def test_a_table_becomes_csv_and_the_chart_a_trace_for_perfetto(chromium: Any, p
     assert lines[1].startswith("stream 1 (loads 1),") and ",401," in lines[1]
     units = dict(one.rstrip(")").split(" (") for one in lines[0].split(",") if one.endswith(")"))
     assert (
-        units["Host time"] == units["Longest"] == "ns"
-        and units["Device busy"] == units["Of its threads' time"] == "of 1"
+        units["Time in these calls"] == units["Longest"] == "ns"
+        and units["Device busy"] == units["Share of its threads' time"] == "of 1"
     )
     busy = float(lines[1].split(",")[-1])
     assert 0 < busy <= 1
