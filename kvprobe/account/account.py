@@ -6,7 +6,7 @@ decides whether something is a loss. Causes (`kvprobe.diagnosis`) explain parts 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import cast
@@ -118,6 +118,11 @@ class GpuAccount:
     def link_alone_ns(self) -> int:
         """For how long only copies run however well they overlap: the link is busy for longer than kernels run."""
         return max(max(self.link_busy_ns) - self.ns(Line.COMPUTING), 0)
+
+    @property
+    def movable_ns(self) -> int:
+        """Of the time of copies alone, what kernels could hide and no cause has claimed as such."""
+        return max(self.ns(*COPIES) - self.link_alone_ns - self.moved_ns, 0)
 
     def unknown_ns(self) -> dict[Unknown, int]:
         """What is not known, by reason."""
@@ -240,8 +245,7 @@ class Account:
         *,
         becomes: Line | None = None,
         caller: int = -1,
-        most_ns: int | None = None,
-        moves: bool = False,
+        most_ns: int | Callable[[GpuAccount], int] | None = None,
     ) -> dict[int, int]:
         """Gives a cause what is not claimed yet of these lines in the intervals from `start` to `end`, in ns.
 
@@ -256,8 +260,6 @@ class Account:
             becomes: the line that the claimed time moves to, where the cause proves another than was assumed.
             caller: of this thread's doing only; -1: whoever's.
             most_ns: no more than this of each GPU; the earliest of it.
-            moves: the lines are copies alone, and without the cause they would run beside kernels, as long as now: no
-                more than kernels can hide.
 
         Returns:
             what it got, in ns, by the number of the GPU in `gpus`.
@@ -279,15 +281,12 @@ class Account:
             if caller >= 0:
                 mine &= cut.caller == caller
             ns = int(cut.ns[mine].sum())
-            most = ns if most_ns is None else most_ns
-            if moves:
-                most = min(most, max(gpu.ns(*COPIES) - gpu.link_alone_ns - gpu.moved_ns, 0))
+            most = ns if most_ns is None else most_ns if isinstance(most_ns, int) else most_ns(gpu)
             if ns > most:
                 mine = _earliest(cut, mine, most)
                 ns = int(cut.ns[mine].sum())
             if ns:
                 got[place] = ns
-                gpu.moved_ns += ns if moves else 0
                 cut.cause[mine] = number
                 if becomes is not None:
                     cut.line[mine] = becomes

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvprobe.account import COPIES, HOST, Account, Line
+from kvprobe.account import COPIES, HOST, Account, GpuAccount, Line
 from kvprobe.account.chain import saved_by_host
 from kvprobe.diagnosis.cause import load_cause
 from kvprobe.recordings.intervals import distinct, group_starts
@@ -21,6 +21,11 @@ _CALLERS = 32  # threads whose part is played one by one; those with the largest
 def proven_line(cause: str) -> Line | None:
     """The line that a GPU's waiting belongs to, once this cause is proven of it."""
     return load_cause(cause).PROVES
+
+
+def _movable(gpu: GpuAccount) -> int:
+    """With room in the queue, copies run beside kernels, and take as long as now: no more than kernels can hide."""
+    return gpu.movable_ns
 
 
 @dataclass(frozen=True)
@@ -78,7 +83,10 @@ class Explainer:
                 saved += saved_by_host(account, one, end[rows], ns[rows])
             got = [account.claim(cause, start[rows], end[rows], HOST, becomes=proves, caller=one)]
             if not waits:
-                got.append(account.claim(cause, start[rows], end[rows], COPIES, caller=one, moves=fills))
+                most = _movable if fills else None
+                got.append(account.claim(cause, start[rows], end[rows], COPIES, caller=one, most_ns=most))
+                for place, more in got[-1].items() if fills else ():
+                    account.gpus[place].moved_ns += more
             if fills:  # what filled the queue had been submitted, and stood still
                 got.append(account.claim(cause, start[rows], end[rows], (Line.NOT_KNOWN,), becomes=Line.FULL_QUEUE))
             for part in got:

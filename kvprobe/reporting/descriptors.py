@@ -28,7 +28,7 @@ _RUNS = (
 )
 _NO_PLACES = (
     "In the serving window. The recorder leaves out the addresses of copies, so it is not known which of them are "
-    'neighbours. `kvprobe run` records addresses. "Calls allow" is the rate at which calls of the median size and '
+    'neighbours. kvprobe run records addresses. "Calls allow" is the rate at which calls of the median size and '
     "duration move bytes."
 )
 _BATCHES = " Of a batch only the first address is recorded."

@@ -43,7 +43,7 @@ def test_a_finding_that_went_is_gone_and_one_that_came_is_new(kvprobe, export: P
     assert said.startswith("Careful: the recordings are of different work: ")
     assert "mfu_2gpu_before.sqlite is better than small.sqlite: “3,002 loads are not ordered" in said
     assert "is gone (results at stake, " in said
-    assert said.index("is better than") < said.index("Findings, and the time that each cost")
+    assert said.index("is better than") < said.index("Findings, and the share of the time that each cost")
 
 
 def test_usual_costs_that_rose_make_a_recording_worse(kvprobe, shared_data: Path) -> None:
@@ -66,7 +66,7 @@ def test_names_of_causes_and_calls_stay_whole(kvprobe, shared_data: Path, monkey
     monkeypatch.setenv("COLUMNS", columns)
     folder = shared_data / "nsys-ai"
     _, out, _ = kvprobe("diff", folder / "h100_2gpu_1s.sqlite", folder / "mfu_2gpu_after.sqlite")
-    assert "launch_queue_saturation: 913 ms (0.5%) -> nothing" in " ".join(out.split())
+    assert "launch_queue_saturation: 0.5% (913 ms lost) -> nothing" in " ".join(out.split())
     assert {"cudaLaunchKernel", "cudaMemcpyAsync"} <= set(out.split())
 
 

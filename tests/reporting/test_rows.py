@@ -176,7 +176,7 @@ def test_who_waits_is_not_the_busiest_and_no_time_is_counted_twice() -> None:
     assert chart is not None
     listed = {row[0].text: [cell.value for cell in row[2:5]] for row in chart.table.rows}
     assert listed == {"thread 1": [30 * MS, 0.3, 0], "thread 2": [0, 0, 99 * MS]}
-    assert "Busiest: thread 1, at work for 30.0\u00a0ms, 30% of the time." in chart.summary
+    assert "Busiest: thread 1, for 30.0\u00a0ms, 30% of the recording." in chart.summary
 
 
 def waits() -> Recording:
