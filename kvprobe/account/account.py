@@ -6,7 +6,7 @@ decides whether something is a loss. Causes (`kvprobe.diagnosis`) explain parts 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import cast
@@ -19,9 +19,9 @@ from kvprobe.account.lines import COPIES, HOST, Line, Unknown
 from kvprobe.account.stretches import NOBODY, Stretches, overlay
 from kvprobe.account.threads import Threads
 from kvprobe.output.parts import AccountJson, GpuJson, ThreadJson
-from kvprobe.recordings.intervals import union
+from kvprobe.recordings.intervals import Cover, union
 from kvprobe.recordings.joined import Joined
-from kvprobe.recordings.model import Array
+from kvprobe.recordings.model import Array, Direction
 
 __all__ = ["Account", "GpuAccount", "ThreadAccount", "account_of"]
 
@@ -41,6 +41,8 @@ class GpuAccount:
         operations: kernels and copies that ran in it.
         kernels: how many of them compute.
         links: the rates that its copies are compared with, to the GPU and from it; 0 where it made none.
+        link_busy_ns: how long copies ran in the window, to the GPU and from it.
+        moved_ns: of the time of copies alone, what causes have claimed whose changes move copies beside kernels.
     """
 
     device: int
@@ -53,6 +55,8 @@ class GpuAccount:
     operations: int
     kernels: int
     links: tuple[LinkRate, LinkRate] = (LinkRate(), LinkRate())
+    link_busy_ns: tuple[int, int] = (0, 0)
+    moved_ns: int = 0
 
     @property
     def window_ns(self) -> int:
@@ -109,6 +113,16 @@ class GpuAccount:
     def not_computing_ns(self) -> int:
         """Time that could be saved at most: waiting, for copies or the host."""
         return self.ns(*COPIES, *HOST) + self.unknown_ns().get(Unknown.BETWEEN_OPERATIONS, 0)
+
+    @property
+    def link_alone_ns(self) -> int:
+        """For how long only copies run however well they overlap: the link is busy for longer than kernels run."""
+        return max(max(self.link_busy_ns) - self.ns(Line.COMPUTING), 0)
+
+    @property
+    def movable_ns(self) -> int:
+        """Of the time of copies alone, what kernels could hide and no cause has claimed as such."""
+        return max(self.ns(*COPIES) - self.link_alone_ns - self.moved_ns, 0)
 
     def unknown_ns(self) -> dict[Unknown, int]:
         """What is not known, by reason."""
@@ -231,7 +245,7 @@ class Account:
         *,
         becomes: Line | None = None,
         caller: int = -1,
-        most_ns: int | None = None,
+        most_ns: int | Callable[[GpuAccount], int] | None = None,
     ) -> dict[int, int]:
         """Gives a cause what is not claimed yet of these lines in the intervals from `start` to `end`, in ns.
 
@@ -267,8 +281,9 @@ class Account:
             if caller >= 0:
                 mine &= cut.caller == caller
             ns = int(cut.ns[mine].sum())
-            if most_ns is not None and ns > most_ns:
-                mine = _earliest(cut, mine, most_ns)
+            most = ns if most_ns is None else most_ns if isinstance(most_ns, int) else most_ns(gpu)
+            if ns > most:
+                mine = _earliest(cut, mine, most)
                 ns = int(cut.ns[mine].sum())
             if ns:
                 got[place] = ns
@@ -337,9 +352,17 @@ def account_of(joined: Joined) -> Account:
                 int(inside.sum()),
                 int((inside & ~gpu.copying & ~gpu.unclear).sum()),
                 links_of(joined, gpu),
+                _link_busy(gpu, begin, max(serving.end_ns, begin)),
             )
         )
     return Account(gpus, _threads(joined, threads, gpus))
+
+
+def _link_busy(gpu: Activity, begin: int, end: int) -> tuple[int, int]:
+    """How long copies of each direction ran between these instants, ns."""
+    start, stop = np.clip(gpu.start, begin, end), np.clip(gpu.end, begin, end)
+    there, back = (gpu.copying & (gpu.direction == one) for one in (Direction.H2D, Direction.D2H))
+    return Cover(start[there], stop[there]).total_ns, Cover(start[back], stop[back]).total_ns
 
 
 def _begin(joined: Joined, gpu: Activity) -> int:

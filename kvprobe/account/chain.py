@@ -5,6 +5,9 @@ thread lets everything behind it happen earlier, until the thread waits for the 
 device is. Time taken out of the device's own work lets the device be earlier at once. An idle stretch that is this
 thread's doing becomes shorter by as much as the thread is earlier than the device, and never by more than its length.
 So what is saved never exceeds what the account says was not computing.
+
+Work that is done one step earlier is not taken out: it only moves beside what the device does meanwhile. Of that much,
+and of no more, the device waits less.
 """
 
 from __future__ import annotations
@@ -13,9 +16,12 @@ import numpy as np
 
 from kvprobe.account.account import Account, GpuAccount, ThreadAccount
 from kvprobe.account.lines import COPIES, HOST
+from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import Array
 
-__all__ = ["saved_by_host"]
+__all__ = ["STEP_NS", "hidden_beside_work", "saved_by_host"]
+
+STEP_NS = 200_000  # an idle gap that is as long lies between two steps; shorter ones lie inside a step
 
 _TAKEN, _IDLE, _WAIT = 0, 1, 2
 _SHORTEST_NS = 1_000  # stretches and waits that are shorter change nothing
@@ -71,3 +77,29 @@ def _played(size: Array, kind: Array) -> int:
         else:
             thread = device  # it waits until the device is done, which is earlier by so much
     return int(device)
+
+
+def hidden_beside_work(working: Cover, start: Array, end: Array, ns: Array) -> int:
+    """How much of the host's work in idle gaps would lie beside the device's, were it done one step earlier.
+
+    Gaps without work between them are one gap. A step ends with a gap of `STEP_NS` or more, and of what the host did
+    in its gaps no more is hidden than the device worked in it.
+
+    Args:
+        working: when the device worked.
+        start: where the gaps begin, ascending and disjoint, ns.
+        end: where they end, ns.
+        ns: how long the host worked in each.
+
+    Returns:
+        ns; at most the sum of `ns`, and at most the time that the device worked before the last gap.
+    """
+    if not len(start) or not len(working.start):
+        return 0
+    since = np.append(min(int(working.start[0]), int(start[0])), end[:-1])
+    worked = working.within(since, start)
+    gap = np.cumsum(worked > 0)  # 0: before the device's first work
+    needs, lasts, had = (np.bincount(gap, weights=one) for one in (ns, end - start, worked))
+    ends = lasts >= STEP_NS
+    step: Array = np.cumsum(ends) - ends
+    return int(np.minimum(np.bincount(step, weights=needs), np.bincount(step, weights=had)).sum())

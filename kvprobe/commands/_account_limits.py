@@ -55,11 +55,15 @@ class AccountLimits:
 
 @dataclass(frozen=True)
 class GpuShare:
-    """What the GPU that is furthest from a limit has of it; `share` None: no GPU was seen."""
+    """What the GPU that is furthest from a limit has of it; `share` None: no GPU was seen.
+
+    `passed_ns`: of lines that are not known, what the limit passes over: each device takes some microseconds to start.
+    """
 
     share: float | None
     gpu: str = ""
     ns: int = 0
+    passed_ns: int = 0
 
 
 def account_limits(command: F) -> F:
@@ -95,4 +99,6 @@ def worst_share(account: Account, option: str) -> GpuShare:
     if not seen:
         return GpuShare(1.0 if option == "max-not-known" and account.gpus else None)
     worst = min(seen, key=share) if option == "min-computing" else max(seen, key=share)
-    return GpuShare(share(worst), gpu_name(account, worst), int(share(worst) * worst.window_ns))
+    ns = int(share(worst) * worst.window_ns)
+    passed = worst.ns(Line.NOT_KNOWN) - sum(worst.matters_ns().values()) if option == "max-not-known" else 0
+    return GpuShare(share(worst), gpu_name(account, worst), ns, passed)

@@ -224,7 +224,10 @@ def _of_account(found: Examination, name: str, most: float) -> CheckedLimit:
         lacks = "it does not show what the GPU did; record with device activity"
         return CheckedLimit(name, percent(most), "not known", False, undecided=lacks)
     broken = worst.share < most if name.startswith("min") else worst.share > most
-    return CheckedLimit(name, percent(most), f"{percent(worst.share)}, {duration(worst.ns)}", broken, f"on {worst.gpu}")
+    said = f"{percent(worst.share)}, {duration(worst.ns)}"
+    if worst.passed_ns:
+        said += f" (and {duration(worst.passed_ns)} of short delays before the GPU started what was submitted)"
+    return CheckedLimit(name, percent(most), said, broken, f"on {worst.gpu}")
 
 
 def _decided(limit: CheckedLimit, verdict: Verdict) -> CheckedLimit:

@@ -106,7 +106,8 @@ def _print(conclusion: Conclusion, changes: list[FindingChange], calls: list[Cal
 
     from kvprobe.commands._reading import plain
     from kvprobe.reporting.compare import VERDICTS, interval
-    from kvprobe.reporting.units import change_text, duration, percent
+    from kvprobe.reporting.compared import cost_text
+    from kvprobe.reporting.units import change_text, duration
 
     console = Console(highlight=False)
     reservation = "As far as these recordings can be compared: " if apart else ""
@@ -121,7 +122,7 @@ def _print(conclusion: Conclusion, changes: list[FindingChange], calls: list[Cal
         console.print(Text("Findings: time lost (share of the window that it cost), before -> after", style="italic"))
         for change in changes:
             lost = [
-                f"{duration(ns)} ({percent(share)})" if ns else "nothing"
+                cost_text(ns, share)
                 for ns, share in (
                     (change.lost_before_ns, change.share_before),
                     (change.lost_after_ns, change.share_after),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvprobe.account import COPIES, HOST, OUTSIDE_CALLS, Account, Line
+from kvprobe.account import COPIES, HOST, OUTSIDE_CALLS, Account, GpuAccount, Line
 from kvprobe.account.chain import saved_by_host
 from kvprobe.diagnosis.cause import load_cause
 from kvprobe.recordings.intervals import distinct, group_starts
@@ -15,12 +15,18 @@ from kvprobe.recordings.model import Array
 
 __all__ = ["ExplainedTime", "Explainer"]
 
+_OUTSIDE = (Line.PYTHON, Line.NO_CPU, Line.TIER, Line.ELSEWHERE, Line.NOTHING_TO_DO)  # of calls
 _CALLERS = 32  # threads whose part is played one by one; those with the largest
 
 
 def proven_line(cause: str) -> Line | None:
     """The line that a GPU's waiting belongs to, once this cause is proven of it."""
     return load_cause(cause).PROVES
+
+
+def _movable(gpu: GpuAccount) -> int:
+    """With room in the queue, copies run beside kernels, and take as long as now: no more than kernels can hide."""
+    return gpu.movable_ns
 
 
 @dataclass(frozen=True)
@@ -49,13 +55,18 @@ class Explainer:
         """Of an account that nobody has claimed anything of."""
         self.account = account
         self._left_ns = max((gpu.not_computing_ns for gpu in account.gpus if gpu.seen), default=0)
+        # What can be saved without fewer or faster copies: beyond it the link is busy for longer than kernels run.
+        self._moved_left_ns = max(
+            (gpu.not_computing_ns - gpu.link_alone_ns for gpu in account.gpus if gpu.seen), default=0
+        )
         self._window_ns = max((gpu.window_ns for gpu in account.gpus if gpu.seen), default=0)
 
     def host(self, cause: str, start: Array, end: Array, caller: Array, ns: Array) -> ExplainedTime:
         """Of calls of threads: from `start` to `end`, by `caller`, of which `ns` is lost in each; (calls,) int64."""
         account, proves = self.account, proven_line(cause)
         waits = proves == Line.WAITING_FOR_DEVICE  # for copies: nothing else may run while these do
-        if proves == Line.FULL_QUEUE:
+        fills = proves == Line.FULL_QUEUE
+        if fills:
             for thread in account.threads:
                 thread.waited_for_slots(int(ns[caller == thread.caller].sum()))
         if not account.seen:
@@ -75,12 +86,18 @@ class Explainer:
                 saved += saved_by_host(account, one, end[rows], ns[rows])
             got = [account.claim(cause, start[rows], end[rows], HOST, becomes=proves, caller=one)]
             if not waits:
-                got.append(account.claim(cause, start[rows], end[rows], COPIES, caller=one))
-            if proves == Line.FULL_QUEUE:  # what filled the queue had been submitted, and stood still
+                most = _movable if fills else None
+                got.append(account.claim(cause, start[rows], end[rows], COPIES, caller=one, most_ns=most))
+                for place, more in got[-1].items() if fills else ():
+                    account.gpus[place].moved_ns += more
+            if fills:  # what filled the queue had been submitted, and stood still
                 got.append(account.claim(cause, start[rows], end[rows], (Line.NOT_KNOWN,), becomes=Line.FULL_QUEUE))
             for part in got:
                 for gpu, more in part.items():
                     claimed[gpu] = claimed.get(gpu, 0) + more
+        if fills:
+            saved = max(min(saved, self._moved_left_ns), 0)
+            self._moved_left_ns -= saved
         return self._explained(claimed, open_ns, saved)
 
     def question(self, start: Array, end: Array, caller: Array, ns: Array) -> ExplainedTime:

@@ -94,6 +94,14 @@ def _of_the_fence(joined: JoinedRecording, found: Full, told: int, behind: int) 
     if copied:
         text = f"copies of other streams ran during most of {copied} of them: the work that their stream waited for"
         evidence.append(Evidence(text, copied, "calls", INFERRED))
+    ran = joined.busy(*Engine).within(joined.start[rows], joined.end[rows])
+    idle = int((2 * ran < ns).sum()) if joined.recording.has_executions else 0
+    if not copied and idle:
+        text = (
+            f"nothing ran on the GPU during most of {idle} of them: their stream waited for something outside of the "
+            "GPU, and no change below shortens that wait"
+        )
+        evidence.append(Evidence(text, idle, "calls", INFERRED))
     return evidence
 
 

@@ -13,21 +13,26 @@ least five gaps, which together take at least 10% of the time. Three kinds of ga
  - gaps that the report counts as "nothing to do", because there was no request to work on.
 
 Time lost: the part of these gaps in which the thread was in no CUDA call. Predicted saving: the same time, if the host
-prepares the next step while the last one runs.
+prepares the next step while the last one runs. But the saving is at most the time for which the GPU worked between two
+gaps, because longer preparation does not fit beside this work.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from kvprobe.account.chain import STEP_NS, hidden_beside_work
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
-from kvprobe.diagnosis.gaps import gaps_chart, idle_gaps, nothing_to_do, outside_calls_ns
-from kvprobe.diagnosis.joined import JoinedRecording, ms, share
+from kvprobe.diagnosis.gaps import Gaps, gaps_chart, idle_gaps, nothing_to_do, outside_calls_ns
+from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.diagnosis.python_or_gil_bound import explained
+from kvprobe.recordings.intervals import Cover
+from kvprobe.recordings.model import CallKind, Direction
 
 CAUSE = cause_of(__name__)
 OF_EXECUTIONS = True  # told by what the device executed: without it, not looked for
-LONG_NS, LEAST_SHARE, MANY = 200_000, 0.10, 5
+LONG_NS, LEAST_SHARE, MANY = STEP_NS, 0.10, 5
+_MOST = 0.9  # of the preparation that fits beside the GPU's work: where less does, it has to become shorter
 
 
 def find(joined: JoinedRecording) -> Finding | None:
@@ -41,6 +46,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     calls, ns = gaps.call[mine], gaps.host_ns[mine]
     where = joined.places(calls, ns)
     outside = outside_calls_ns(joined, gaps.start[mine], gaps.end[mine]) or lost
+    beside = _hidden(joined, gaps, mine)
     return joined.finding(
         CAUSE,
         "The GPU was idle for {lost}, in {calls} gaps, while the host prepared the next step",
@@ -54,35 +60,78 @@ def find(joined: JoinedRecording) -> Finding | None:
             places=where,
             gaps=(gaps.start[mine], gaps.end[mine]),
         ),
-        evidence=(
-            Evidence(
-                f"{len(calls):,} gaps of at least 200 µs, {ms(outside)} or {share(outside, span)} of the recording, in "
-                "which nothing executed and the launching thread was in no CUDA call",
-                outside,
-                "ns",
-                MEASURED,
-            ),
-            Evidence(
-                f"the median gap is {ms(float(np.median(ns)))}, the longest {ms(int(ns.max()))}",
-                int(ns.max()),
-                "ns",
-                MEASURED,
-            ),
-            Evidence(
-                "each gap ended with a launch that was made after the gap began: the queue was empty, not full",
-                len(calls),
-                "calls",
-                INFERRED,
-            ),
-        ),
-        cure=(
-            Change(
-                "Prepare the next step while the last one runs (asynchronous scheduling; data loader workers with "
-                "pin_memory and prefetch)",
-                share=1.0,
-            ),
-            Change("Launch ahead: do not read results back before the next step has been launched"),
-            Change("See what the thread does in the gaps: `py-spy dump --pid PID`, or these ranges", "recording"),
-        ),
+        evidence=_evidence(gaps, mine, outside, round(outside * beside / lost), span),
+        cure=_cure(joined, calls, beside / lost),
         chart=gaps_chart(joined, gaps, mine),
     )
+
+
+def _hidden(joined: JoinedRecording, gaps: Gaps, mine: Array) -> int:
+    """How much of these gaps' preparation fits beside what the device does in the step before, ns."""
+    out = 0
+    table = joined.recording.executions
+    for process in np.unique(gaps.process[mine]):
+        theirs = table["process"] == process
+        working = Cover(joined.x_start[theirs], joined.x_end[theirs])
+        one = mine & (gaps.process == process)
+        out += hidden_beside_work(working, gaps.start[one], gaps.end[one], gaps.host_ns[one])
+    return out
+
+
+def _evidence(gaps: Gaps, mine: Array, lost: int, beside: int, span: int) -> list[Evidence]:
+    ns = gaps.host_ns[mine]
+    typical, longest = float(np.median(ns)), int(ns.max())
+    said = [
+        Evidence(
+            f"in {len(ns):,} gaps of at least 200 µs, the GPU ran nothing and the thread that launches was in no CUDA "
+            f"call: together {ms(lost)}, {share(lost, span)} of the serving window",
+            lost,
+            "ns",
+            MEASURED,
+        ),
+        Evidence(f"the median gap is {ms(typical)}, the longest {ms(longest)}", longest, "ns", MEASURED),
+        Evidence(
+            "each gap ended with a launch that was made after the gap began: the queue was empty, not full",
+            len(ns),
+            "calls",
+            INFERRED,
+        ),
+    ]
+    if beside < 0.995 * lost:
+        said.append(
+            Evidence(
+                f"preparing a step while the GPU runs the one before hides {ms(beside)} of the {ms(lost)}: for longer, "
+                "the GPU does not run between two gaps",
+                beside,
+                "ns",
+                MEASURED,
+            )
+        )
+    return said
+
+
+def _cure(joined: JoinedRecording, calls: Array, part: float) -> list[Change]:
+    """Preparing ahead, with its part of the loss; then what the recording shows to be in the way of it."""
+    callers = np.isin(joined.caller, joined.caller[calls])
+    reads = joined.direction == Direction.D2H
+    waits = callers & ((joined.kind == CallKind.SYNC) | (joined.kind == CallKind.COPY_SYNC))
+    out = [
+        Change(
+            "Prepare the next step while the last one runs (vLLM: --async-scheduling; SGLang: leave its overlap "
+            "schedule on; a data loader: workers of its own, with pin_memory)",
+            share=part,
+        )
+    ]
+    if waits.any():
+        first = "read results back" if (callers & reads).any() else "wait for the GPU"
+        out.append(Change(f"Launch ahead: do not {first} before the next step has been launched"))
+    if part < _MOST:
+        out.append(Change("Make the preparation itself shorter: it takes longer than the GPU's part of a step"))
+    return [
+        *out,
+        Change(
+            "See what the thread does in the gaps: run `py-spy dump --pid PID`, or mark its parts with NVTX ranges and "
+            "record again",
+            "recording",
+        ),
+    ]

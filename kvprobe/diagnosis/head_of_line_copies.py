@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
-from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
+from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, size
 from kvprobe.recordings.intervals import Cover, distinct, in_time
 from kvprobe.recordings.model import Direction, Engine, Memory
 
@@ -140,7 +140,7 @@ def _finding(joined: JoinedRecording, found: list[_Waits]) -> Finding | None:
     each, lost = until - since, _lost(joined, rows, since, until)
     return joined.finding(
         CAUSE,
-        "{calls} small copies waited {lost} behind bursts of copies on other streams",
+        "{calls} small copies waited {lost} in all behind bursts of copies on other streams",
         "likely",
         Loss(
             lost,
@@ -159,12 +159,12 @@ def _finding(joined: JoinedRecording, found: list[_Waits]) -> Finding | None:
                 MEASURED,
             ),
             Evidence(
-                "their own streams were idle, and the engine of their direction worked for other streams",
+                "meanwhile their own streams were idle, and the copy engine was busy with other streams' copies",
                 lost,
                 "ns",
                 INFERRED,
             ),
-            Evidence(f"up to {burst_bytes / 1e6:.1f} MB were ahead of one of them", burst_bytes, "bytes", MEASURED),
+            Evidence(f"the largest burst ahead of one of them was {size(burst_bytes)}", burst_bytes, "bytes", MEASURED),
         ),
         cure=(
             Change("Submit the small copies of the next step before the burst, not behind it", share=1.0),

@@ -28,7 +28,7 @@ from kvprobe.diagnosis.deeper_queue import BATCHED, counted_records, deeper, spa
 from kvprobe.diagnosis.finding import INFERRED, LABELLED, MEASURED, Change, Evidence, EvidenceChart, Finding, cause_of
 from kvprobe.diagnosis.joined import SLOW_NS, Array, JoinedRecording, ms, range_of, share
 from kvprobe.diagnosis.merging import merged
-from kvprobe.diagnosis.queue_full import UNSETTLED_SHARE, Full, full
+from kvprobe.diagnosis.queue_full import UNSETTLED_SHARE, Full, full, queue_blocked
 from kvprobe.launchqueue.constants import CHANNEL_SLOTS, FULL_SHARE, LEAST_NS, REAL_DEPTH
 from kvprobe.recordings.inferred import without_cpu
 from kvprobe.recordings.intervals import distinct
@@ -42,7 +42,8 @@ def cliff(joined: JoinedRecording, rows: Array) -> EvidenceChart:
     """Time inside the call against what was outstanding at its entry: flat, and then a cliff."""
     streams = distinct(joined.stream[rows])
     every = np.flatnonzero(joined.submits & np.isin(joined.stream, streams) & (joined.occupancy.depth >= 0))
-    rest = every[~np.isin(every, rows)]
+    other = every[queue_blocked(joined)[every] & ~np.isin(every, rows)]
+    rest = every[~np.isin(every, rows) & ~np.isin(every, other)]
 
     def thin(some: Array) -> Array:
         """1,500 of them at most: the 300 slowest, which the words name, and the others at equal steps."""
@@ -51,7 +52,7 @@ def cliff(joined: JoinedRecording, rows: Array) -> EvidenceChart:
         slowest = np.argpartition(joined.dur[some], -300)[-300:]
         return some[np.union1d(np.linspace(0, len(some) - 1, 1_200).astype(np.int64), slowest)]
 
-    shown = {"went through": thin(rest), "blocked": thin(rows)}
+    shown = {"went through": thin(rest), "blocked": thin(rows), "blocked, in another finding": thin(other)}
     return {
         "title": "What a submission costs at each depth",
         "x_label": "outstanding submissions at entry",
@@ -59,6 +60,7 @@ def cliff(joined: JoinedRecording, rows: Array) -> EvidenceChart:
         "series": {
             name: {"x": joined.occupancy.depth[some], "y": joined.dur[some] / 1e3, "style": "points"}
             for name, some in shown.items()
+            if len(some)
         },
     }
 
@@ -198,8 +200,14 @@ def find(joined: JoinedRecording) -> Finding | None:
         evidence=[*_of_calls(joined, found), *_of_queues(found), *_of_kinds(joined.kind[rows], ns)],
         cure=_cure(joined, found),
         reason="the depth is approximate while CUDA graphs are in the queue" if graphs else "",
-        chart=cliff(joined, rows),
+        chart=cliff(joined, _mostly(joined, rows, ns)),
     )
+
+
+def _mostly(joined: JoinedRecording, rows: Array, ns: Array) -> Array:
+    """Of blocked calls those that lost most of their time to this; all, where none did."""
+    own: Array = rows[2 * ns >= joined.dur[rows]]
+    return own if len(own) else rows
 
 
 def _of_calls(joined: JoinedRecording, found: Full) -> list[Evidence]:
@@ -207,7 +215,9 @@ def _of_calls(joined: JoinedRecording, found: Full) -> list[Evidence]:
     rows, lost = found.rows["saturation"], int(found.ns["saturation"].sum())
     labelled, inferred = sum(q.labelled_ns for q in found.queues), sum(q.inferred_ns for q in found.queues)
     baseline, typical = float(np.median(joined.occupancy.baseline_ns[rows])), float(np.median(joined.dur[rows]))
-    own = joined.dur[rows][2 * found.ns["saturation"] >= joined.dur[rows]]  # of the others most is another cause's
+    own = _mostly(joined, rows, found.ns["saturation"])
+    others = len(rows) - len(own)
+    beside = f", without {others:,} calls that lost most of their time to something else" if others else ""
     evidence = [
         Evidence(
             f"{len(rows):,} calls began with {range_of(joined.occupancy.depth[rows])} submissions outstanding, which "
@@ -218,7 +228,7 @@ def _of_calls(joined: JoinedRecording, found: Full) -> list[Evidence]:
         ),
         Evidence(
             f"the same calls take {ms(baseline)} when the queue has a slot; here the median is "
-            f"{ms(typical)}, the longest {ms(int(own.max(initial=0)) or int(joined.dur[rows].max()))}",
+            f"{ms(typical)}, the longest {ms(int(joined.dur[own].max()))}{beside}",
             typical,
             "ns",
             MEASURED,
@@ -244,8 +254,12 @@ def _of_queues(found: Full) -> list[Evidence]:
     if np.isfinite(first.aligned):
         evidence.append(
             Evidence(
-                f"{first.aligned:.0%} of them returned when their stream finished an operation; "
-                f"by chance it would be {first.chance:.0%}",
+                f"{first.aligned:.0%} of them returned when their stream finished an operation"
+                + (
+                    f": a weak sign here, because operations end so often that {first.chance:.0%} would by chance"
+                    if first.chance >= 0.5
+                    else f"; by chance it would be {first.chance:.0%}"
+                ),
                 first.aligned,
                 "1",
                 MEASURED,
@@ -313,8 +327,8 @@ def _cure(joined: JoinedRecording, found: Full) -> list[Change]:
             share=spared(joined, found, "saturation", BATCHED),
         ),
         Change(
-            f"Give each transfer a stream of its own, up to the {channels} hardware channels, and never submit "
-            "more than the queue holds (kvprobe's engine: pooled; for servers `kvprobe run --fix auto`)",
+            f"Let another thread submit: each transfer to a stream of its own, up to the {channels} hardware channels, "
+            "and never more than the queue holds (kvprobe's engine: pooled; for servers `kvprobe run --fix auto`)",
             "rung",
             "pooled",
             "auto",

@@ -15,15 +15,16 @@ fewer bytes help.
 If the recording does not show what the device did, it does not show whether the model waits for copies. If the copies
 on copy streams then carry 80% of the link's rate over the whole time, the cause is an open question.
 
-Time lost: the time in which the copy engine works and nothing computes. Predicted saving: kvprobe predicts none,
-because the saving depends on how many fewer bytes the program moves.
+Time lost: the time in which the copy engine works and nothing computes, without what other findings explain.
+Predicted saving: kvprobe predicts none, because the saving depends on how many fewer bytes the program moves.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import MEASURED, Change, Evidence, Finding, cause_of
+from kvprobe.account.stretches import NOBODY
+from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.recordings.intervals import Cover, distinct
 from kvprobe.recordings.link_rate import PCIE_5
@@ -90,46 +91,29 @@ def find(joined: JoinedRecording) -> Finding | None:
     losses: list[Array] = []
     evidence: list[Evidence] = []
     kernel = table["engine"] == Engine.KERNEL
-    for process in distinct(table["process"]):
-        for direction in (Direction.H2D, Direction.D2H):
-            rows = np.flatnonzero(
-                (table["engine"] == Engine.COPY)
-                & (table["direction"] == direction)
-                & (table["process"] == process)
-                & (table["memory"] != Memory.PAGEABLE)
-                & (joined.x_dur > 0)
-            )
-            mine = kernel & (table["process"] == process)
-            if len(rows) < 8 or not mine.any():
-                continue
-            rate, how = joined.link(direction)
-            copying = Cover(joined.x_start[rows], joined.x_end[rows])
-            moved = int(table["bytes"][rows].sum())
-            reached = moved / max(copying.total_ns, 1) * 1e9
-            if rate <= 0 or reached < FULL * rate or copying.total_ns < FULL * joined.span_ns:
-                continue
-            first, last = int(joined.x_start[mine].min()), int(joined.x_end[mine].max())
-            if 2 * int(copying.within(np.array([first]), np.array([last]))[0]) < copying.total_ns:
-                continue
-            compute = Cover(joined.x_start[mine], joined.x_end[mine])
-            exposed = copying.total_ns - copying.intersect_ns(compute)
-            if exposed < 0.3 * copying.total_ns:
-                continue
-            alone = joined.x_dur[rows] - compute.within(joined.x_start[rows], joined.x_end[rows])
-            chosen.append(rows)
-            losses.append((alone * (exposed / max(int(alone.sum()), 1))).astype(np.int64))
-            name = "host to device" if direction == Direction.H2D else "device to host"
-            evidence += [
-                Evidence(
-                    f"{name}: {moved / 1e9:.3g} GB at {reached / 1e9:.1f} GB/s, the link busy "
-                    f"{share(copying.total_ns, joined.span_ns)} of the time",
-                    reached,
-                    "bytes/s",
-                    MEASURED,
-                ),
-                Evidence(f"the link gives {rate / 1e9:.1f} GB/s", rate, "bytes/s", how),
-                Evidence(f"no kernel runs during {ms(exposed)} of it", exposed, "ns", MEASURED),
-            ]
+    for process in distinct(table["process"]).tolist():
+        mine = kernel & (table["process"] == process)
+        if not mine.any():
+            continue
+        compute = Cover(joined.x_start[mine], joined.x_end[mine])
+        parts = [
+            part
+            for direction in (Direction.H2D, Direction.D2H)
+            for part in (_full_link(joined, process, direction, compute, evidence),)
+            if len(part)
+        ]
+        if not parts:
+            continue
+        rows = np.concatenate(parts)
+        copying, others = Cover(joined.x_start[rows], joined.x_end[rows]), _explained(joined, process, compute)
+        exposed = copying.total_ns - copying.intersect_ns(compute)
+        left = copying.total_ns - copying.intersect_ns(others)  # both directions at once are one wait
+        alone = joined.x_dur[rows] - others.within(joined.x_start[rows], joined.x_end[rows])
+        chosen.append(rows)
+        losses.append((alone * (left / max(int(alone.sum()), 1))).astype(np.int64))
+        if exposed - left >= 0.005 * exposed:
+            text = f"other findings explain {ms(exposed - left)} of the {ms(exposed)} in which only copies run"
+            evidence.append(Evidence(text, exposed - left, "ns", INFERRED))
     if not chosen:
         return None
     rows = np.concatenate(chosen)
@@ -137,7 +121,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     together = f", {gpus} GPUs together" if gpus > 1 else ""
     return joined.device_finding(
         CAUSE,
-        f"The link is the limit: copies ran for {{lost}} while nothing computed{together}",
+        f"The link is the limit: for {{lost}}, only copies ran, at its full rate{together}",
         "certain",
         rows,
         np.concatenate(losses),
@@ -148,3 +132,54 @@ def find(joined: JoinedRecording) -> Finding | None:
             Change("Use a faster link, or both directions and several GPUs' links at once", "setting"),
         ),
     )
+
+
+def _full_link(
+    joined: JoinedRecording, process: int, direction: Direction, compute: Cover, evidence: list[Evidence]
+) -> Array:
+    """Rows of the copies of one direction, if they fill the link and no kernel hides them; then with evidence added."""
+    table = joined.recording.executions
+    rows: Array = np.flatnonzero(
+        (table["engine"] == Engine.COPY)
+        & (table["direction"] == direction)
+        & (table["process"] == process)
+        & (table["memory"] != Memory.PAGEABLE)
+        & (joined.x_dur > 0)
+    )
+    rate, how = joined.link(direction)
+    if len(rows) < 8 or rate <= 0:
+        return rows[:0]
+    copying = Cover(joined.x_start[rows], joined.x_end[rows])
+    moved = int(table["bytes"][rows].sum())
+    reached = moved / max(copying.total_ns, 1) * 1e9
+    exposed = copying.total_ns - copying.intersect_ns(compute)
+    between = int(copying.within(compute.start[:1], compute.end[-1:])[0])
+    full = reached >= FULL * rate and copying.total_ns >= FULL * joined.span_ns
+    if not full or 2 * between < copying.total_ns or exposed < 0.3 * copying.total_ns:
+        return rows[:0]
+    name = "host to device" if direction == Direction.H2D else "device to host"
+    evidence += [
+        Evidence(
+            f"{name}: {moved / 1e9:.3g} GB at {reached / 1e9:.1f} GB/s, the link busy "
+            f"{share(copying.total_ns, joined.span_ns)} of the time",
+            reached,
+            "bytes/s",
+            MEASURED,
+        ),
+        Evidence(f"the link gives {rate / 1e9:.1f} GB/s", rate, "bytes/s", how),
+        Evidence(f"no kernel runs during {ms(exposed)} of it", exposed, "ns", MEASURED),
+    ]
+    return rows
+
+
+def _explained(joined: JoinedRecording, process: int, compute: Cover) -> Cover:
+    """When kernels run, or when another finding has explained what the GPU of this process waits for."""
+    taken = [
+        (cut.start[mine], cut.end[mine])
+        for gpu in joined.account.gpus
+        if process in gpu.processes
+        for cut in (gpu.stretches,)
+        for mine in (cut.cause != NOBODY,)
+    ]
+    start, end = zip((compute.start, compute.end), *taken, strict=True)
+    return Cover(np.concatenate(start), np.concatenate(end))

@@ -27,9 +27,10 @@ A driver's lock, a full queue and pageable memory hold a thread inside calls, no
 thread waited for a CPU do not count, because time slices of the scheduler last some milliseconds, too (`cpu_starved`).
 If a third of all pauses are of this kind, none counts, because the kernel does not report these waits for every moment.
 
-Time lost: the part of the gaps in which the thread was outside of CUDA calls, or inside calls that submit. Predicted
-saving: the same time. A CUDA graph launches many short kernels with one call. Against the lock and the garbage
-collector, move the other work out of the process.
+Time lost: the part of the gaps in which the thread was outside of CUDA calls, or inside calls that submit.
+
+Predicted saving: the same time. A CUDA graph launches many short kernels with one call. Against the lock and the
+garbage collector, move the other work out of the process.
 """
 
 from __future__ import annotations
@@ -258,13 +259,13 @@ def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
     span = joined.span_ns * max(len(np.unique(gaps.process)), 1)
     signs = _signs(joined, gaps, span)
     mine = signs.short | signs.collected | signs.locked | signs.sampled | signs.slept
-    lost = int(gaps.host_ns[mine].sum())
-    if not mine.any() or lost < (LEAST_SHARE if not signs.collected.any() else 0.01) * span:
+    host = int(gaps.host_ns[mine].sum())
+    if not mine.any() or host < (LEAST_SHARE if not signs.collected.any() else 0.01) * span:
         return None
-    outside = outside_calls_ns(joined, gaps.start[mine], gaps.end[mine]) or lost
+    outside = outside_calls_ns(joined, gaps.start[mine], gaps.end[mine]) or host
     idle = Evidence(
-        f"in {int(mine.sum()):,} gaps the launching thread was in no CUDA call for {ms(outside)}, "
-        f"{share(outside, span)} of the recording; for the rest of them it submitted",
+        f"in {int(mine.sum()):,} gaps, the GPU ran nothing and the thread that launches was in no CUDA call: together "
+        f"{ms(outside)}, {share(outside, span)} of the serving window; for the rest of the gaps it submitted",
         outside,
         "ns",
         MEASURED,
@@ -274,7 +275,7 @@ def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
         "The GPU was idle for {lost}, in {calls} gaps, because Python was slow to launch kernels",
         "likely",
         Loss(
-            lost,
+            host,
             int(mine.sum()),
             on="device",
             window=(int(gaps.start[mine].min()), int(gaps.end[mine].max())),
@@ -284,7 +285,7 @@ def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
             in_calls=(Line.SUBMITTING,),
         ),
         evidence=[idle, *_evidence(gaps, signs)],
-        cure=_cure(gaps, signs, 1 / max(lost, 1)),
+        cure=_cure(gaps, signs, max(host, 1)),
         chart=gaps_chart(joined, gaps, mine),
     )
 
@@ -331,14 +332,14 @@ def _evidence(gaps: Gaps, signs: _Signs) -> list[Evidence]:
     return evidence
 
 
-def _cure(gaps: Gaps, signs: _Signs, of_all: float) -> list[Change]:
-    """Changes for each sign; `of_all`: 1 / all that was lost, in ns."""
+def _cure(gaps: Gaps, signs: _Signs, lost: int) -> list[Change]:
+    """Changes for each sign; `lost`: what all gaps lost, ns."""
     cure = []
     if signs.short.any():
         cure += [
             Change(
                 "Launch many kernels at once: a CUDA graph, torch.compile(mode='reduce-overhead')",
-                share=int(gaps.host_ns[signs.short].sum()) * of_all,
+                share=int(gaps.host_ns[signs.short].sum()) / lost,
             ),
             Change("Larger batches, fused kernels"),
         ]
@@ -346,11 +347,11 @@ def _cure(gaps: Gaps, signs: _Signs, of_all: float) -> list[Change]:
         cure += [
             Change(
                 "Move the other thread's Python work to a process of its own",
-                share=int(gaps.host_ns[held].sum()) * of_all,
+                share=int(gaps.host_ns[held].sum()) / lost,
             ),
             Change("sys.setswitchinterval(0.0005) as a stopgap"),
         ]
     if signs.collected.any():
         total = int(gaps.gc_ns[signs.collected].sum())
-        cure += [Change("gc.freeze() after start-up, and gc.collect() between requests", share=total * of_all)]
+        cure += [Change("gc.freeze() after start-up, and gc.collect() between requests", share=total / lost)]
     return cure

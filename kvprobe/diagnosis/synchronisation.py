@@ -268,8 +268,8 @@ def _waited(joined: JoinedRecording, rows: Array, ns: Array, back: Array) -> Fin
         ns,
         evidence=(
             Evidence(
-                f"{len(rows):,} waits for copies, {ms(int(ns.sum()))} together, on threads that launch compute "
-                "and go on with it afterwards",
+                f"{len(rows):,} calls waited for copies, {ms(int(ns.sum()))} in all; the same threads launched kernels "
+                "after them",
                 int(ns.sum()),
                 "ns",
                 MEASURED if seen else INFERRED,

@@ -74,7 +74,9 @@ def _samples(joined: JoinedRecording, direction: Direction) -> tuple[Array, Arra
 def not_shown(joined: JoinedRecording) -> NotLookedFor | None:
     """Needs NVML's samples of the link."""
     if all(len(_samples(joined, direction)[0]) < FEWEST for direction in COUNTER):
-        return NotLookedFor("it holds too few samples of the link's counters", "kvprobe run on a machine with NVML")
+        return NotLookedFor(
+            "the recording holds too few samples of the link's counters", "kvprobe run on a machine with NVML"
+        )
     return None
 
 

@@ -75,8 +75,12 @@ def find(joined: JoinedRecording) -> Finding | None:
     slow = int(gpu.stretches.ns[mine & (gpu.stretches.line == Line.BELOW_LINK_RATE)].sum())
     evidence = [
         Evidence(
-            f"for {ms(lost)}, {share(lost, gpu.window_ns)} of {ms(gpu.window_ns)}, copies ran and no kernel: "
-            + ", ".join(f"{name} {ms(spent)}" for name, spent in by_direction),
+            f"only copies ran for {ms(lost)}, {share(lost, gpu.window_ns)} of the serving window: "
+            + (
+                f"all of them {by_direction[0][0]}"
+                if len(by_direction) == 1
+                else ", ".join(f"{name} {ms(spent)}" for name, spent in by_direction)
+            ),
             lost,
             "ns",
             MEASURED,
@@ -84,7 +88,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         *(
             (
                 Evidence(
-                    f"for {share(lost - slow, lost)} of that time the link ran at its limit",
+                    f"for {share(lost - slow, lost)} of these {ms(lost)}, the link ran at its limit",
                     lost - slow,
                     "ns",
                     MEASURED,
@@ -97,7 +101,9 @@ def find(joined: JoinedRecording) -> Finding | None:
     ]
     if late:
         evidence.append(
-            Evidence(f"in {ms(late)} of it the next kernel had not been launched yet", late, "ns", MEASURED)
+            Evidence(
+                f"for {ms(late)} of these {ms(lost)}, the next kernel had not been launched yet", late, "ns", MEASURED
+            )
         )
     waited = waited_copies(joined, rows)
     evidence[1:1] = waited.evidence()

@@ -12,16 +12,21 @@ thread usually takes from the results of a step to the next submission. If the r
 did in a pause of this kind, kvprobe does not decide about the pause, either: the thread may have prepared a request, or
 waited for one.
 
-Time lost: the wall time in which the GPU ran nothing for this reason. Predicted saving: all of this time, if the thread
-prepares the next step while the GPU works. For other changes, kvprobe predicts none.
+Time lost: the wall time in which the GPU ran nothing for this reason. Predicted saving: of what a change is about, all
+of this time. If the thread prepares the next step while the GPU works, the saving is at most what fits beside this
+work.
 """
 
 from __future__ import annotations
 
-from kvprobe.account import HOST, GpuAccount, Line, Unknown
+import numpy as np
+
+from kvprobe.account import COPIES, HOST, GpuAccount, Line, Unknown
+from kvprobe.account.chain import hidden_beside_work
 from kvprobe.diagnosis.finding import MEASURED, Change, Evidence, Finding, Loss, Where, cause_of
 from kvprobe.diagnosis.joined import CRITICAL, JoinedRecording, ms, of_the_time, share
 from kvprobe.diagnosis.left import most_left
+from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import Array
 
 CAUSE = cause_of(__name__)
@@ -58,6 +63,7 @@ CURES: dict[Line, Change] = {
     Line.TIER: Change("Read ahead of the step that needs the bytes, on another thread", share=1.0),
     Line.ELSEWHERE: Change("Prepare the next step while this one runs, on another thread", share=1.0),
 }
+BESIDE = (Line.PYTHON, Line.TIER, Line.ELSEWHERE)  # their changes move work beside the GPU's, and take none away
 
 
 def find(joined: JoinedRecording) -> Finding | None:
@@ -130,8 +136,18 @@ def _left(joined: JoinedRecording) -> Finding | None:
         return joined.line_question(CAUSE, title, gpu, loss, evidence, lacks)
     part = "all this time" if by_line[first] == lost else f"for {ms(by_line[first])} of this wait"
     title = f"The GPU waited {{lost}} for the host, {of_the_time(lost, gpu)}: {part}, the thread {DID[first]}"
-    cure = [_of_part(CURES[line], by_line[line] / lost) for line in lines[:3]]
+    cure = [_of_part(CURES[line], _saved(gpu, mine, line, by_line[line]) / lost) for line in lines[:3]]
     return joined.line_finding(CAUSE, title, gpu, loss, evidence=evidence, cure=cure)
+
+
+def _saved(gpu: GpuAccount, mine: Array, line: Line, ns: int) -> int:
+    """Of a line's time, what its change saves at most, ns."""
+    if line not in BESIDE:
+        return ns
+    cut = gpu.stretches
+    works = np.isin(cut.line, np.array((Line.COMPUTING, *COPIES), dtype=np.uint8)) | (cut.detail == Unknown.GRAPH)
+    here = mine & (cut.line == line)
+    return hidden_beside_work(Cover(cut.start[works], cut.end[works]), cut.start[here], cut.end[here], cut.ns[here])
 
 
 def _of_part(change: Change, part: float) -> Change:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvprobe.diagnosis import CAUSES, FULL_QUEUE, UNEXPLAINED, examine_joined
 from kvprobe.diagnosis.joined import JoinedRecording
 from kvprobe.diagnosis.queue_full import full
@@ -16,6 +18,7 @@ from kvprobe.recordings.quick_triage import WORDS, QueueTriage, Triage, certain,
 
 if TYPE_CHECKING:
     from kvprobe.recordings.model import Recording
+    from kvprobe.recordings.occupancy import StreamOccupancy
     from kvprobe.recordings.serving import ServingWindow
 
 __all__ = ["triage", "whole_triage"]
@@ -62,7 +65,7 @@ def whole_triage(path: str | os.PathLike[str], window: Callable[[Recording], Ser
             int(queue.depth.max(initial=0)),
             "found" if queue.stream in blocked else WORDS[queue.verdict] if not queue.conclusion.full else "healthy",
             queue.reason,
-            queue.ceiling if queue.stream in blocked else -1,
+            _full_at(joined, queue) if queue.stream in blocked else -1,
             int(queue.blocked_ns.sum()) if queue.stream in blocked else 0,
             recording.stream_title(queue.stream),
         )
@@ -82,3 +85,16 @@ def whole_triage(path: str | os.PathLike[str], window: Callable[[Recording], Ser
         missing=[(one.what, one.how) for one in verdict.missing],
         causes=causes,
     )
+
+
+def _full_at(joined: JoinedRecording, queue: StreamOccupancy) -> int:
+    """How many submissions a stream's full queue held; where it shows no plateau, when its calls were blocked; else -1.
+
+    Calls that a channel blocked tell nothing of their own stream's queue.
+    """
+    if queue.ceiling > 0:
+        return queue.ceiling
+    found = full(joined)
+    rows = np.concatenate([found.rows[shape] for shape in ("saturation", "fence", "alias")])
+    rows = rows[joined.stream[rows] == queue.stream]
+    return int(joined.occupancy.depth[rows].max(initial=-1))

@@ -191,10 +191,10 @@ def _found(recording: Recording, first: int, last: int, processes: int) -> Servi
                 begin[process] = whole
                 how.append("detail")
     words = {
-        "set-up": "where the last call that sets up had ended",
-        "loads": "where all was loaded that the first kernel waited for",
-        "steps": "at the first step that was marked",
-        "detail": "where all calls were kept",
+        "set-up": "where the last set-up call ended",
+        "loads": "where everything that the first kernel waited for was loaded",
+        "steps": "at the first marked step",
+        "detail": "where every call is kept from then on",
     }
     said = " or ".join(words[one] for one in dict.fromkeys(how))
     return ServingWindow(last, begin, f"it begins {said}" if said else "all that was recorded", first)

@@ -14,6 +14,7 @@ __all__ = ["THREAD_TITLES", "account_lines", "account_section", "gpu_name"]
 ALIKE = 0.05  # of two rates: closer ones are one
 SHOWN = 0.0005  # of a window: less is left out of what a terminal prints, never of a table
 _ORDER = (Line.COMPUTING, *COPIES, *HOST, Line.NOTHING_TO_DO, Line.NOT_KNOWN)
+TITLE = "Where the time went"
 _LEAD = (
     "Every moment of the serving window belongs to exactly one line, so the lines add up to the window. Where the GPU "
     "ran nothing, the line says what the CPU thread that submitted the next operation was doing."
@@ -98,7 +99,7 @@ def account_section(account: Account) -> Section:
         program = [one for one in account.threads if one.window_ns > 0 and not recorders_thread(one.name)]
         program.sort(key=lambda one: submitters_thread(one.name))  # it serves only where nobody else does
         bars = [_thread_bar(one) for one in program[:1]]
-    section = Section("account", "Where the time went", _BLIND if blind else _LEAD, bars=bars)
+    section = Section("account", TITLE, _BLIND if blind else _LEAD, bars=bars)
     section.tables = [one for one in (None if blind else _gpus(account), _threads(account)) if one and one.rows]
     return section
 
@@ -145,7 +146,7 @@ def _gpus(account: Account) -> TableView:
         for gpu in account.gpus
         for title, ns, share in _lines(gpu)
     ]
-    return table("Where the time of each GPU went", ["GPU", "Line", "Time", "Share of the window"], rows)
+    return table("Each GPU: the lines in numbers", ["GPU", "Line", "Time", "Share of the window"], rows)
 
 
 def _threads(account: Account) -> TableView:
@@ -166,8 +167,10 @@ def _threads(account: Account) -> TableView:
         )
     titles = [THREAD_TITLES[line][:1].upper() + THREAD_TITLES[line][1:] for line in columns]
     return table(
-        "What the submitting threads did",
+        "Each thread that submits: what it did",
         ["Thread", "Process", *titles, "GPU computing during its waits"],
         rows,
-        "Each figure is a share of the thread's own serving window. Time outside of CUDA calls is counted as Python.",
+        "Each figure is a share of the thread's own serving window. Submitting includes calls that record events. In a "
+        "program with Python, all time outside of CUDA calls counts as Python, unless the recording shows that the "
+        'thread read files or had no CPU; "in other code" is then other CUDA calls.',
     )

@@ -42,8 +42,9 @@ def sections(
         charts.section(
             "changes",
             "What changed",
-            "Lost time is compared as a share of the window, because recordings differ in length. A call counts as "
-            "faster or slower when it changed by more than 5% and the 95% interval of the change does not include 1.",
+            "Recordings differ in length, so what a finding cost is compared as a share of the window. Where a GPU was "
+            "seen, it is the share in which the GPU waited; the time lost is that of threads or copies. A call counts "
+            "as faster or slower if it changed by more than 5% and the 95% interval of the change does not include 1.",
             [],
             [account_table(lines), _findings(changes), _calls(calls)],
         )
@@ -60,16 +61,21 @@ def _findings(changes: Sequence[FindingChange]) -> Any:
         [
             WHAT[one.what],
             one.title,
-            (_lost(one.lost_before_ns, one.share_before), one.lost_before_ns),
-            (_lost(one.lost_after_ns, one.share_after), one.lost_after_ns),
+            (cost_text(one.lost_before_ns, one.share_before), one.share_before),
+            (cost_text(one.lost_after_ns, one.share_after), one.share_after),
         ]
         for one in changes
     ]
-    return table("Findings", ["Now", "Finding", "Lost before", "Lost after"], rows)
+    return table("Findings", ["Now", "Finding", "Cost before", "Cost after"], rows)
 
 
-def _lost(ns: int, share: float) -> str:
-    return f"{duration(ns)} ({percent(share)})" if ns else "nothing"
+def cost_text(ns: int, share: float) -> str:
+    """What a finding cost: the share of the window, and beside it the time that its threads, copies or GPU lost."""
+    if not ns:
+        return "nothing"
+    return (
+        f"{percent(share)} ({duration(ns)} lost)" if share else f"nothing ({duration(ns)} lost beside the GPU's work)"
+    )
 
 
 def _calls(calls: Sequence[CallChange]) -> Any:

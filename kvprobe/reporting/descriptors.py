@@ -27,8 +27,9 @@ _RUNS = (
     "move bytes."
 )
 _NO_PLACES = (
-    "In the serving window. The recorder leaves out the addresses of copies, so it is not known which are neighbours: "
-    "kvprobe run records it."
+    "In the serving window. The recorder leaves out the addresses of copies, so it is not known which of them are "
+    'neighbours. kvprobe run records addresses. "Calls allow" is the rate at which calls of the median size and '
+    "duration move bytes."
 )
 _BATCHES = " Of a batch only the first address is recorded."
 
@@ -48,7 +49,7 @@ def descriptor_table(recording: Recording, window: ServingWindow) -> tuple[str, 
         "Copies",
         "Size, median",
         "A call, median",
-        "Time of callers",
+        "Time in calls",
         "Runs",
         "Merging saves",
         "Calls allow",
@@ -57,6 +58,11 @@ def descriptor_table(recording: Recording, window: ServingWindow) -> tuple[str, 
         "Calls",
         "Sizes, p10 to p90",
     ]
+    alike = all(one.calls == one.descriptors for one in found[:shown])  # a batch makes many copies in one call
+    unknown = [at for at in range(len(columns)) if rows and all(row[at] == NONE for row in rows)]
+    drop = {*unknown, *([columns.index("Calls")] if alike else [])}
+    columns = [name for at, name in enumerate(columns) if at not in drop]
+    rows = [[cell for at, cell in enumerate(row) if at not in drop] for row in rows]
     rest = found[shown:]
     more = more_rows(len(rest), f", {duration(sum(one.host_ns for one in rest))} in all")
     return lead, table("Copies by stream and direction", columns, rows, note=more)

@@ -263,8 +263,7 @@ def of_recording(
         facts.append(Fact("The recording is incomplete", judged.missing[0].what))
     rest = len(order) - 1
     if rest:
-        others = sum(one.lost_ns for one in order[1:])
-        facts.append(Fact("Other findings", str(rest), f"{duration(others)} more lost" if others else ""))
+        facts.append(Fact("Other findings", str(rest), _cost_of(order[1:])))
     out = PageHead(first.severity, headline, detail, facts, changes_parts(first.cure[:3]))
     if first.calls:
         same = [one for one in first.where if one.thread == first.calls[0].thread]
@@ -274,6 +273,17 @@ def of_recording(
         out.call = _call(first.calls[0], stream, direction, recorded_span(recording)[0])
         out.call_row = row
     return out
+
+
+def _cost_of(others: Sequence[Finding]) -> str:
+    """What these findings cost the GPU beside the first; "" where no GPU was seen."""
+    waited = [one.device_ns for one in others if one.device_ns is not None]
+    if not waited:
+        return ""
+    whose = "it" if len(others) == 1 else "them"
+    if not sum(waited):
+        return f"the GPU waited for none of {whose}" if len(others) > 1 else "the GPU did not wait for it"
+    return f"because of {whose}, the GPU waited {duration(sum(waited))} more"
 
 
 def direction_text(recording: Recording, row: int) -> str:
@@ -302,6 +312,8 @@ def _facts_of(first: Finding) -> list[Fact]:
     facts = []
     if first.device_share is not None and first.device_ns is not None:
         of_window = f"{percent(first.device_share)} of the window: no kernel ran because of this"
+        if first.lost_on == "device" and first.lost_ns > 1.005 * first.device_ns:
+            of_window += f". In the rest of the {duration(first.lost_ns)}, the GPU worked or was about to"
         facts.append(Fact("The GPU waited", duration(first.device_ns), of_window))
     if first.lost_ns and first.lost_on != "device":
         label = {"host": "Host time lost", "copy engine": "Copy engine time lost", "device": "Device time lost"}.get(
@@ -313,12 +325,11 @@ def _facts_of(first: Finding) -> list[Fact]:
     if first.where:
         top = first.where[0]
         name = f"Thread {top.thread}" if top.thread >= 0 else top.stream_name or f"Process {top.pid}"
-        facts.append(Fact("Where", name, place(first, 1, brief=True)))
+        rest = place(first, 1, brief=True)
+        facts.append(Fact("Where", name, rest.removeprefix(name).removeprefix(", ")))
     if first.predicted_saving_ns:
         facts.append(Fact("The first change saves", duration(first.predicted_saving_ns), "predicted"))
-    facts.append(
-        Fact("How sure of the cause", first.confidence.capitalize(), first.evidence[0].how if first.evidence else "")
-    )
+    facts.append(Fact("How sure of the cause", first.confidence.capitalize()))
     return facts
 
 

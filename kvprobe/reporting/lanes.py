@@ -16,15 +16,15 @@ from kvprobe.reporting.account import gpu_name
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["STYLES", "WAIT", "WORK", "Lane", "copy_text", "engine_styles", "gpu_lanes", "range_lanes"]
+__all__ = ["MEMORY", "STYLES", "WAIT", "WORK", "Lane", "copy_text", "engine_styles", "gpu_lanes", "range_lanes"]
 
 Array = npt.NDArray[Any]
 
 # How a piece of the timeline is drawn: an index into STYLES, which the legend names.
-WORK, WAIT, KERNEL, LOAD, STORE, OTHER, RANGE, IDLE, COPYING = range(9)
+WORK, WAIT, KERNEL, LOAD, STORE, OTHER, RANGE, IDLE, COPYING, MEMORY = range(10)
 STYLES = (
     "submitting",
-    "waiting, allocating",
+    "waiting for the GPU",
     "kernels",
     "copies to the GPU",
     "copies to the CPU",
@@ -32,6 +32,7 @@ STYLES = (
     "steps and ranges",
     "GPU idle",
     "only copies run",
+    "allocating, pinning or freeing",
 )
 MOST_GPUS = 8
 LEVELS = 2  # of nested ranges: a step, and what it is made of

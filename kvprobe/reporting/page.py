@@ -195,19 +195,24 @@ def _provenance(recording: Recording | None) -> tuple[list[Any], list[str], list
         ]
         for name, value in recording.machine.items()
     ]
+    hashed = any(one.sha256 for one in recording.source)
     files = [
         [
             one.path,
             one.format,
             one.tool or NONE,
             (bytes_text(one.bytes), one.bytes),
-            one.sha256 or "not taken",
+            *([one.sha256 or NONE] if hashed else []),
         ]
         for one in recording.source
     ]
     tables = [
         table("Machine", ["Fact", "Value", "How it was obtained"], facts),
-        table("Files read", ["File", "Format", "Recorded by", "Size", "sha256 of the first MiB"], files),
+        table(
+            "Files read",
+            ["File", "Format", "Recorded by", "Size", *(["sha256 of the first MiB"] if hashed else [])],
+            files,
+        ),
     ]
     lost = [
         f"{count:,} single calls of {process_name(recording, row)} were lost; its totals are exact"

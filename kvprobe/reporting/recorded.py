@@ -26,7 +26,6 @@ from kvprobe.reporting.units import (
     bytes_text,
     count_text,
     duration,
-    number_text,
     percent,
     rate,
     ratio,
@@ -129,15 +128,9 @@ def view(recording: Recording, findings: Examination | None, queues: Occupancy |
         out.verdict.facts.append(headline.Fact("Calls kept in detail", count_text(len(found.rows)), kept))
     if findings is not None:
         out.findings = [_finding(i, one, recording, found) for i, one in enumerate(ranked(findings))]
-        named = [one for one in findings if one.confidence != "cannot tell"]
-        lost = {
-            what: sum(one.lost_ns for one in named if one.lost_on == what) for what in ("host", "copy engine", "device")
-        }
-        spent = ", ".join(f"{what} {duration(ns)}" for what, ns in lost.items() if ns)
         examined = f"kvprobe examined {count_text(found.calls)} submissions in {duration(span_ns)}"
         if findings:
-            out.lead = f"Ranked by severity, then by time lost, in {duration(span_ns)} recorded"
-            out.lead += f"; time lost, added up over all threads and devices: {spent}." if spent else "."
+            out.lead = _lead(findings)
         elif out.verdict.state == "ok":
             out.lead = f"Nothing found: {examined}, and looked for {_looked_for(findings)}."
         else:
@@ -230,8 +223,9 @@ def _startup(recording: Recording, window: ServingWindow) -> tuple[str, list[Cha
     if not before.parts:
         return "", [], []
     lead = (
-        f"{duration(before.length_ns)} before the serving window ({window.how}); {count_text(before.submissions)} "
-        "submissions in it. A process does this once, so the findings and shares above leave it out."
+        f"Start-up takes {duration(before.length_ns)}, with {count_text(before.submissions)} submissions. The serving "
+        f"window {window.how.removeprefix('it ') if window.how.startswith('it ') else f'is {window.how}'}. A process "
+        "starts up once, so the findings and shares above leave it out."
     )
     rows = [
         [
@@ -290,14 +284,18 @@ def _timeline(
     ]
     exact = series.slowest(found.dur_ns, SLOWEST) if len(found.rows) > charts.EXACT else None
     chart = charts.timeline(
-        ("submissions", "Submit time", " ".join(words)),
+        ("submissions", "Submit time", f"In the whole recording: {' '.join(words)}"),
         lines,
         found.span,
         _SUBMIT_TIME,
         charts.Besides(marks=marks, spans=spans),
         height=300,
         how=charts.how_drawn(lines)
-        + (f" Zoomed in, the {len(exact):,} longest calls are drawn one by one as well." if exact is not None else "")
+        + (
+            f" The {len(exact):,} longest calls have their names: zoom in and point at one."
+            if exact is not None
+            else ""
+        )
         + (" The shaded times are those of the findings above." if spans else ""),
     )
     if exact is None:
@@ -452,7 +450,7 @@ def _split(recording: Recording) -> Chart | None:
         if watched > 1
         else ""
     )
-    return charts.split_chart("split", "Where the time of transfers went", " ".join(words), split, how)
+    return charts.split_chart("split", "Time of transfers, by part", " ".join(words), split, how)
 
 
 def _stacks(recording: Recording) -> TableView:
@@ -563,17 +561,10 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
     evidence = [{"text": text, "how": how} for text, how in said]
     if finding.reason:
         evidence.append({"text": finding.reason[:1].upper() + finding.reason[1:], "how": ""})
-    values = table(
-        "Figures",
-        ["Figure", "Value", "Unit", "How it was obtained"],
-        [
-            [one.text, (number_text(one.value), one.value), NONE if one.unit == "1" else one.unit, one.how]
-            for one in finding.evidence
-        ],
-    )
+    places = None
     if len(finding.where) > 1:
-        values = table(
-            "Where the time was lost",
+        places = table(
+            "Threads and streams that lost the time",
             ["Rank", "Process", "Thread", "Stream", "Range", "Lost", "Calls"],
             [
                 [
@@ -599,9 +590,21 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
         "evidence": evidence,
         "cures": headline.changes_parts(finding.cure),
         "calls": _calls_table(finding, found) if finding.calls else None,
-        "figures": values if values.rows else None,
+        "places": places,
         "chart": _zoom(i, finding, recording, found),
     }
+
+
+def _lead(findings: Examination) -> str:
+    """In which order the findings stand, and what they cost the GPU together."""
+    lead = "The most severe finding comes first." if len(findings) > 1 else ""
+    told = [one for one in findings if one.confidence != "cannot tell"]
+    waited = sum(one.device_ns or 0 for one in told)
+    seen = [gpu for gpu in findings.account.gpus if gpu.seen]
+    if len(told) < 2 or not waited or len(seen) != 1:
+        return lead
+    part = percent(waited / seen[0].window_ns)
+    return f"{lead} Together, these findings made the GPU wait for {duration(waited)}, {part} of the serving window."
 
 
 def _lost(finding: Finding, what: str) -> str:
@@ -639,7 +642,9 @@ def _calls_table(finding: Finding, found: Submissions) -> TableView:
         for one in finding.calls
     ]
     names = ["At", "Call", "Took", "Lost", "Outstanding", "Stream", "Thread", "Process", "Row", "Python stack"]
-    return table("The calls that lost most", names, listed)
+    shared = any(2 * one.lost_ns < one.dur_ns for one in finding.calls)
+    note = "Where a call lost less than it took, the rest is its usual time or another finding's." if shared else ""
+    return table("The calls that lost most", names, listed, note)
 
 
 def _zoom(i: int, finding: Finding, recording: Recording, found: Submissions) -> Chart | None:

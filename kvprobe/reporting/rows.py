@@ -18,7 +18,7 @@ from kvprobe.recordings.assemble import codes, is_kind, pairs, positions
 from kvprobe.recordings.intervals import in_time
 from kvprobe.recordings.model import SUBMITTING, CallKind, Engine, Recording, Table
 from kvprobe.reporting import streams
-from kvprobe.reporting.lanes import STYLES, WAIT, WORK, Lane, copy_text, engine_styles, gpu_lanes, range_lanes
+from kvprobe.reporting.lanes import MEMORY, STYLES, WAIT, WORK, Lane, copy_text, engine_styles, gpu_lanes, range_lanes
 from kvprobe.reporting.units import bytes_text, count_text, duration, percent
 from kvprobe.reporting.views import Chart, table
 from kvprobe.reporting.waits import waited_for
@@ -58,7 +58,7 @@ class _Row:
     @property
     def wait(self) -> Array:
         """Bool: it waits, allocates or frees."""
-        waits: Array = self.style == WAIT
+        waits: Array = (self.style == WAIT) | (self.style == MEMORY)
         return waits
 
 
@@ -106,23 +106,26 @@ def rows_chart(
     words = _many(len(threads), "thread")
     words += f" and {_many(len(streams), 'stream')}" if streams else "; what streams executed was not recorded"
     words += f"; {' and '.join(more)} not shown" if more else ""
-    listed = [_listed(row, span) for row in shown[len(gpus) :]]
-    program = [_listed(row, span) for row in (*threads, *streams) if not row.own] or listed
+    listed = [_listed(row, found.span) for row in shown[len(gpus) :]]
+    program = [_listed(row, found.span) for row in (*threads, *streams) if not row.own] or listed
     busiest, _, work, share, *_ = max(program, key=lambda row: float(row[2][1]))
-    columns = ["Row", "Calls or executions", "Work", "Of the time", "Waits and allocations", "Longest"]
+    columns = ["Row", "Calls or executions", "Busy", "Busy, of the recording", "Waits and allocations", "Longest"]
+    spans = f"{count_text(len(items['t']))} calls and executions are kept one by one: the longest"
+    spans += ", and those around the findings." if any(one.calls for one in findings) else "."
     return Chart(
         "rows",
         "Threads and streams",
-        f"{words}. Busiest: {busiest}, at work for {work[0]}, {share[0]} of the time.",
+        f"{words}. Busiest: {busiest}, for {work[0]}, {share[0]} of the recording.",
         spec,
-        table("Threads and streams", columns, listed),
-        "The taller a bar, the busier the thread or stream. "
-        f"{count_text(len(items['t']))} calls and executions are drawn one by one when they are wide enough: the "
-        "longest, and those around the findings. A line connects a stream's wait with the work that it waits for. An "
-        "arrow leads to the end of a blocked call, from the last operation that ended before the call returned. "
-        "Click a call to see its stack. The page's address keeps the zoom and the call. `kvprobe export` has all "
-        "calls.",
+        table("Threads and streams", columns, listed, _LISTED),
+        "Zoom in to see single calls: until then, a bar is as tall as the thread or stream was busy at the busiest "
+        f"moment in it. {spans} Click one to see its stack. A line connects a stream's wait with the work that it "
+        "waits for. An arrow leads to the end of a blocked call, from the last operation that ended before the call "
+        "returned. The page's address keeps the zoom and the call. To get all calls, use kvprobe export.",
     )
+
+
+_LISTED = "A thread is busy in calls that submit, record events or do other work; a stream while it executes."
 
 
 def _many(count: int, what: str) -> str:
@@ -157,9 +160,11 @@ def _covered(start: Array, end: Array) -> float:
     return float(np.maximum(end - np.maximum(start, before), 0).sum())
 
 
-def _listed(row: _Row, span: float) -> list[Any]:
-    spent = row.end - row.start
-    work, wait = (_covered(row.start[mask], row.end[mask]) for mask in (~row.wait, row.wait))
+def _listed(row: _Row, whole: tuple[float, float]) -> list[Any]:
+    """A row of the table; what lies outside of the recording's calls and executions, as the rest of a range, is cut."""
+    start, end = np.clip(row.start, *whole), np.clip(row.end, *whole)
+    spent, span = end - start, max(whole[1] - whole[0], 1.0)
+    work, wait = (_covered(start[mask], end[mask]) for mask in (~row.wait, row.wait))
     return [
         row.label,
         (count_text(len(spent)), len(spent)),
@@ -179,6 +184,7 @@ def _busiest(
 
 
 _WORK = (*SUBMITTING, CallKind.OTHER, CallKind.EVENT)
+_MEMORY = (CallKind.CREATE, CallKind.ALLOC, CallKind.FREE)
 
 
 def _threads(recording: Recording, findings: Sequence[Finding]) -> tuple[list[_Row], int]:
@@ -200,6 +206,7 @@ def _threads(recording: Recording, findings: Sequence[Finding]) -> tuple[list[_R
         label = name if name.startswith("thread ") else f"thread {thread}" + (f" ({name})" if name else "")
         label += f" of {streams.process_name(recording, process)}" if several else ""
         style = np.where(is_kind(calls["kind"][part], _WORK), WORK, WAIT).astype(np.uint8)
+        style[is_kind(calls["kind"][part], _MEMORY)] = MEMORY
         own = streams.submitters_thread(named.get((process, thread), ""))
         out.append(_Row(label, calls["start_ns"][part], calls["end_ns"][part], style, part, True, own=own))
     return out, more

@@ -159,7 +159,12 @@ def _threads(recording: Recording, found: Submissions, group: _Group) -> int:
     return max(len(pairs(calls["process"][rows], calls["thread"][rows])[0]), 1)
 
 
-TIMED = ["Host time", "Of its threads' time", "Median", "p99", "Longest"]
+TIMED = ["Time in these calls", "Share of its threads' time", "Median", "p99", "Longest"]
+OF_THREAD = ["Time in these calls", "Share of the thread's time", *TIMED[2:]]
+SUBMISSIONS = (
+    "Submissions are copies, launches, graphs and memsets. Calls that record events or wait are not counted here. "
+    "Shares are of the whole recording, with start-up."
+)
 
 
 def stream_table(recording: Recording, found: Submissions, queues: Occupancy | None) -> tuple[TableView, str]:
@@ -204,8 +209,9 @@ def stream_table(recording: Recording, found: Submissions, queues: Occupancy | N
             f"Of {found.calls:,} submissions {len(found.rows):,} were kept one by one; calls, host time, longest and "
             "bytes are exact for all, medians and p99 come from histograms. Depth and blocked time are of those kept."
         )
-    columns = ["Stream", "Channel", "Calls", *TIMED, "Deepest", "Blocked by full queue", "Bytes", "Device busy"]
-    return table("Submissions by stream", columns, rows, left_out(200, len(groups))), lead
+    columns = ["Stream", "Channel", "Calls", *TIMED, "Most outstanding", "Blocked by full queue"]
+    columns += ["Bytes", "Device busy"]
+    return table("Submissions by stream", columns, rows, left_out(200, len(groups))), lead + SUBMISSIONS
 
 
 def thread_table(recording: Recording, found: Submissions, queues: Occupancy | None) -> TableView:
@@ -231,7 +237,7 @@ def thread_table(recording: Recording, found: Submissions, queues: Occupancy | N
                 (duration(blocked) if queues else NONE, blocked),
             ]
         )
-    columns = ["Process", "Thread", "Name", "Calls", *TIMED, "Blocked by full queue"]
+    columns = ["Process", "Thread", "Name", "Calls", *OF_THREAD, "Blocked by full queue"]
     return table("Submissions by thread", columns, rows, left_out(200, len(groups)))
 
 

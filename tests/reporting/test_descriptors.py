@@ -59,7 +59,7 @@ def test_a_recording_without_addresses_says_so_once_and_guesses_nothing():
     assert "leaves out the addresses" in shown.lead and "kvprobe run" in shown.lead
     loads = cells(shown, 1)
     assert (loads["Copies"], loads["Size, median"]) == ("100", "16.0 KiB")
-    assert {loads["Bursts"], loads["Runs"], loads["Merging saves"]} == {NONE}
+    assert not {"Bursts", "Runs", "Merging saves"} & set(loads)  # columns that hold nothing are left out
     assert build_page(made, findings=examination(made)).count("leaves out the addresses") == 1
     table = summary(made, "descriptors")
     assert "not known" in table.note

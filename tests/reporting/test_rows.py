@@ -176,7 +176,7 @@ def test_who_waits_is_not_the_busiest_and_no_time_is_counted_twice() -> None:
     assert chart is not None
     listed = {row[0].text: [cell.value for cell in row[2:5]] for row in chart.table.rows}
     assert listed == {"thread 1": [30 * MS, 0.3, 0], "thread 2": [0, 0, 99 * MS]}
-    assert "Busiest: thread 1, at work for 30.0\u00a0ms, 30% of the time." in chart.summary
+    assert "Busiest: thread 1, for 30.0\u00a0ms, 30% of the recording." in chart.summary
 
 
 def waits() -> Recording:
@@ -402,8 +402,8 @@ def test_a_table_becomes_csv_and_the_chart_a_trace_for_perfetto(chromium: Any, p
     assert lines[1].startswith("stream 1 (loads 1),") and ",401," in lines[1]
     units = dict(one.rstrip(")").split(" (") for one in lines[0].split(",") if one.endswith(")"))
     assert (
-        units["Host time"] == units["Longest"] == "ns"
-        and units["Device busy"] == units["Of its threads' time"] == "of 1"
+        units["Time in these calls"] == units["Longest"] == "ns"
+        and units["Device busy"] == units["Share of its threads' time"] == "of 1"
     )
     busy = float(lines[1].split(",")[-1])
     assert 0 < busy <= 1

@@ -64,12 +64,7 @@ def test_the_numbers_of_a_finding_and_of_a_chart_can_be_read() -> None:
         view(EMPTY, examination(EMPTY, [Finding("one", "One", "warning", "certain", 5, tuple(evidence))])).findings
         or []
     )
-    assert [cell.text for cell in finding["figures"].rows[0]] == [
-        "they moved 2.3 GB",
-        "2,312,123,456",
-        "bytes",
-        "measured",
-    ]
+    assert finding["evidence"] == [{"text": "they moved 2.3 GB", "how": "measured"}]
     values = np.array([0.25, 12_345_678.5])
     for unit, text in (("rate", "12.3\u00a0MB/s"), ("count", "12,345,678"), ("bytes", "11.8\u00a0MiB")):
         chart = timeline(("x", "x", "x"), [Points("x", np.array([0, 9]), values)], (0, 10), Axis("x", unit=unit))

@@ -93,7 +93,7 @@
   const fillOf = (style) => (style === 0 ? { class: `f0` } : { fill: `url(#pattern${style % 6})` });
 
   const PAPER = 680, PHONE = 560; // px: what a sheet of A4 holds between its margins; as wide as page.css says narrow is
-  const STYLES = ["f0", "f1", "f2", "f3", "f4", "f5", "range", "idle", "copying"]; // of a timeline; see reporting/lanes.py
+  const STYLES = ["f0", "f1", "f2", "f3", "f4", "f5", "range", "idle", "copying", "memory"]; // of a timeline; see reporting/lanes.py
   const linked = new Map(); // group of charts that share one x range
   const all = [];
 

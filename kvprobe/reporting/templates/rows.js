@@ -82,7 +82,8 @@
       if (start > b || start + items.d[i] < a) continue;
       const found = this.found && this.found.has(i);
       if (this.hidden.has(items.w[i])) continue;
-      if (width < 1.5 && !found) continue;
+      // A GPU's lane shows all of its pieces anyway: the longest alone, drawn apart, would look unlike the rest.
+      if (width < (this.spec.rows[items.row[i]].lane ? 32 : 1.5) && !found) continue;
       const x = Math.max(this.X(start), this.left - 2), x2 = Math.min(this.X(start + items.d[i]), this.left + this.inner + 2);
       const y = this.top + items.row[i] * this.pitch + this.head;
       const d = `M${x.toFixed(1)} ${y}h${Math.max(x2 - x, 1.5).toFixed(1)}v${BAR}h${(-Math.max(x2 - x, 1.5)).toFixed(1)}Z`;
