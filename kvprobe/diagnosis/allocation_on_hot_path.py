@@ -66,7 +66,7 @@ def find(joined: JoinedRecording) -> Finding | None:
             ),
             Evidence(f"most of it in {worst}: {ms(names[worst])}", names[worst], "ns", MEASURED),
             Evidence(
-                f"they asked for {asked / 1e6:.1f} MB" if asked else "their sizes are not in the recording",
+                f"they asked for {asked / 1e6:,.1f} MB" if asked else "their sizes are not in the recording",
                 asked,
                 "bytes",
                 COUNTED,

@@ -141,7 +141,7 @@ def _evidence(joined: JoinedRecording, rows: Array, labelled: Array) -> list[Evi
             MEASURED,
         ),
         Evidence(
-            f"the recorder labels {len(labelled)} of them lazy loading or JIT",
+            f"the recorder labels {len(labelled):,} of them lazy loading or JIT",
             len(labelled),
             "calls",
             LABELLED if len(labelled) else COUNTED,

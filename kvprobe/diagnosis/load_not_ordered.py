@@ -87,16 +87,16 @@ def _unordered(joined: JoinedRecording, process: int, rows: Array) -> _Violation
         return None
     evidence = [
         Evidence(
-            f"kernels launched after {len(bad)} of {count} bursts of loads ran before the loads had ended",
+            f"kernels launched after {len(bad):,} of {count:,} bursts of loads ran before the loads had ended",
             len(bad),
             "1",
             MEASURED,
         ),
         Evidence(
             f"compute streams waited for events {len(device_side):,} times, the host waited or asked "
-            f"{len(host_side):,} times, in {count} bursts"
+            f"{len(host_side):,} times, in {count:,} bursts"
             if len(device_side) or len(host_side)
-            else f"in {count} bursts neither a compute stream nor the host ever waited for an event",
+            else f"in {count:,} bursts neither a compute stream nor the host ever waited for an event",
             ordering,
             "calls",
             COUNTED,

@@ -308,7 +308,7 @@ def _evidence(gaps: Gaps, signs: _Signs) -> list[Evidence]:
         typical = float(np.median(gaps.host_ns[signs.locked]))
         evidence.append(
             Evidence(
-                f"{int(signs.locked.sum())} last {ms(typical)} (median), the interpreter's switch interval: "
+                f"{int(signs.locked.sum()):,} last {ms(typical)} (median), the interpreter's switch interval: "
                 "another Python thread holds its lock",
                 typical,
                 "ns",
@@ -317,12 +317,13 @@ def _evidence(gaps: Gaps, signs: _Signs) -> list[Evidence]:
         )
     if signs.sampled.any():
         count = int(signs.sampled.sum())
-        text = f"in {count} of them a stack was taken in which the thread waited for the interpreter's lock"
+        text = f"in {count:,} of them a stack was taken in which the thread waited for the interpreter's lock"
         evidence.append(Evidence(text, count, "1", "py-spy"))
     if signs.slept.any():
         count = int(signs.slept.sum())
         text = (
-            f"in {count} of them the thread was in {TAKES_LOCK}, where CPython waits for its lock, for most of the time"
+            f"in {count:,} of them the thread was in {TAKES_LOCK}, where CPython waits for its lock, for most of the "
+            "time"
         )
         evidence.append(Evidence(text, count, "1", "Nsight's trace of the operating system's functions"))
     if signs.collected.any():

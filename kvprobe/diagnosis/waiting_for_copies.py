@@ -29,12 +29,12 @@ from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evide
 from kvprobe.diagnosis.joined import JoinedRecording, ms, of_the_time, share
 from kvprobe.diagnosis.left import most_left
 from kvprobe.diagnosis.waited_copies import WaitedCopies, waited_copies
+from kvprobe.diagnosis.weights_not_overlapped import CAUSE as WEIGHTS
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import Array, Direction, Engine
 
 CAUSE = cause_of(__name__)
 LOADS, STORES = "loads", "stores"
-WEIGHTS = "weights_not_overlapped"
 HARDLY = 0.01  # of what is lost: a change that saves less is none
 AHEAD = Change(
     "Submit each load one step earlier, on a stream of its own, and let the compute stream wait for its event just "
