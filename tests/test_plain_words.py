@@ -6,12 +6,13 @@ proselint knows clichés, redundancy, archaic words and the like; `NOT_ASKED` sa
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import re
 import sys
 import tokenize
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -90,7 +91,12 @@ def markdown_texts(source: str) -> Iterator[tuple[int, str]]:
         at += paragraph.count("\n")
 
 
-def complaints(texts: Iterator[tuple[int, str]], where: str, code: bool) -> list[str]:
+@functools.cache
+def texts_of(path: Path, texts: Callable[[str], Iterator[tuple[int, str]]]) -> list[tuple[int, str]]:
+    return list(texts(path.read_text()))
+
+
+def complaints(texts: Iterable[tuple[int, str]], where: str, code: bool) -> list[str]:
     out = []
     for line, text in texts:
         joined = " ".join(text.split())
@@ -102,7 +108,7 @@ def complaints(texts: Iterator[tuple[int, str]], where: str, code: bool) -> list
     return out
 
 
-def too_long(texts: Iterator[tuple[int, str]], where: str) -> list[str]:
+def too_long(texts: Iterable[tuple[int, str]], where: str) -> list[str]:
     out = []
     for line, text in texts:
         for sentence in STOPS.split(text):
@@ -111,27 +117,32 @@ def too_long(texts: Iterator[tuple[int, str]], where: str) -> list[str]:
     return out
 
 
-def of_proselint(texts: Iterator[tuple[int, str]], where: str) -> list[str]:
-    """What proselint finds, as `complaints`; texts are given together, since it compiles its rules for each file."""
+def of_proselint(files: Iterable[tuple[str, Iterable[tuple[int, str]]]]) -> list[str]:
+    """What proselint finds in (where, texts), as `complaints`; all are given together: its rules are made each time."""
     checks = pytest.importorskip("proselint.checks")
     registry = pytest.importorskip("proselint.registry").CheckRegistry()
     tools, config = pytest.importorskip("proselint.tools"), pytest.importorskip("proselint.config")
     if not registry.checks:
         registry.register_many(checks.__register__)
     asked = {name: asked and name.split(".")[0] not in NOT_ASKED for name, asked in config.DEFAULT["checks"].items()}
-    parts = [(line, " ".join(text.split())) for line, text in texts]
-    parts = [(line, text) for line, text in parts if " " in text]
-    begins, whole = [], ""
+    parts = [(f"{where}:{line}", " ".join(text.split())) for where, texts in files for line, text in texts]
+    parts = [(place, text) for place, text in parts if " " in text]
+    begins, quoted, at = [], [], 0
     for _, text in parts:
-        begins.append(len(whole))
-        whole += text + "\n\n"
-    found = tools.LintFile(where, content=whole).lint({**config.DEFAULT, "checks": asked})
+        begins.append(at)
+        for span in tools.find_spans(f"\n{text}\n", tools.QUOTE_PATTERN, tools.check_matching_quotes):
+            quoted += [at + end for end in span]
+        at += len(text) + 2
+    whole = "".join(text + "\n\n" for _, text in parts)
+    file = tools.LintFile("all", content=whole)
+    file.quote_bounds = tuple(quoted)  # a quotation ends where its text does, and hides nothing of the next
+    found = file.lint({**config.DEFAULT, "checks": asked})
     out = []
     for one in found:
         start, end = (at - 1 for at in one.check_result.span)  # it puts a line before the text
         if "\n\n" not in whole[start:end].strip():  # words of one text, not of two
-            line = parts[bisect_right(begins, start) - 1][0]
-            out.append(f"{where}:{line}: “{whole[start:end].strip()}”: {one.check_result.message}")
+            place = parts[bisect_right(begins, start) - 1][0]
+            out.append(f"{place}: “{whole[start:end].strip()}”: {one.check_result.message}")
     return out
 
 
@@ -141,7 +152,7 @@ def of_proselint(texts: Iterator[tuple[int, str]], where: str) -> list[str]:
     ids=["python", "native", "markdown"],
 )
 def test_no_sentence_is_too_long(files: list[Path], texts) -> None:
-    found = [one for path in files for one in too_long(texts(path.read_text()), str(path.relative_to(ROOT)))]
+    found = [one for path in files for one in too_long(texts_of(path, texts), str(path.relative_to(ROOT)))]
     assert not found, "\n".join(["docs/style.md says how to put it:", *found])
 
 
@@ -151,13 +162,13 @@ def test_no_sentence_is_too_long(files: list[Path], texts) -> None:
     ids=["python", "native", "markdown"],
 )
 def test_proselint_finds_nothing(files: list[Path], texts) -> None:
-    found = [one for path in files for one in of_proselint(texts(path.read_text()), str(path.relative_to(ROOT)))]
+    found = of_proselint([(str(path.relative_to(ROOT)), texts_of(path, texts)) for path in files])
     assert not found, "\n".join(["docs/style.md says how to put it:", *found])
 
 
 def test_proselint_sees_a_bad_sentence() -> None:
     source = "x = 1  # fine here\ny = 2  # it was at that point in time a a moment\n"
-    said = of_proselint(python_texts(source), "x.py")
+    said = of_proselint([("x.py", python_texts(source))])
     assert len(said) == 2 and all(one.startswith("x.py:2: ") for one in said), said
 
 
@@ -223,7 +234,7 @@ def test_no_sentence_has_a_banned_word(files: list[Path], texts) -> None:
     found = []
     for path in files:
         code = texts is not markdown_texts
-        found += complaints(texts(path.read_text()), str(path.relative_to(ROOT)), code)
+        found += complaints(texts_of(path, texts), str(path.relative_to(ROOT)), code)
     assert not found, "\n".join(["docs/style.md says how to put it:", *found])
 
 

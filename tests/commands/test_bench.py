@@ -10,6 +10,7 @@ import pytest
 
 from kvprobe.commands import _overhead, bench
 from kvprobe.commands.bench import BLOCKS, FIGURES, POLICIES, summary
+from tests.output.test_schema import valid
 
 
 def test_ratios_are_taken_within_a_round() -> None:
@@ -23,7 +24,7 @@ def test_a_short_run_compares_all_policies_and_methods() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
-    outcome = json.loads(done.stdout)
+    outcome = valid("bench", done.stdout)
     ran = outcome["policies"]
     assert ran["rounds"] >= 3
     assert set(ran["figures"]) == set(FIGURES)
