@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from kvprobe.account.account import Account, GpuAccount, ThreadAccount, account_of
-from kvprobe.account.lines import COPIES, HOST, IDLE, LINE_TITLES, Line, Unknown
+from kvprobe.account.cpu_time import Worked, cover_of
+from kvprobe.account.lines import COPIES, HOST, IDLE, LINE_TITLES, OPEN, Line, Unknown
 
 __all__ = [
     "COPIES",
     "HOST",
     "IDLE",
     "LINE_TITLES",
+    "OPEN",
     "Account",
     "GpuAccount",
     "Line",
     "ThreadAccount",
     "Unknown",
+    "Worked",
     "account_of",
+    "cover_of",
 ]

@@ -13,6 +13,7 @@ __all__ = [
     "HOST",
     "IDLE",
     "LINE_TITLES",
+    "OPEN",
     "Line",
     "Unknown",
     "line_of_calls",
@@ -92,6 +93,7 @@ class Unknown(IntEnum):
     RECORDER = 4
     GRAPH = 5
     BETWEEN_REQUESTS = 6
+    OUTSIDE = 7
 
     @property
     def key(self) -> str:
@@ -109,7 +111,12 @@ class Unknown(IntEnum):
             Unknown.RECORDER: "the recorder itself was busy",
             Unknown.GRAPH: "a CUDA graph ran, and its operations were not recorded one by one",
             Unknown.BETWEEN_REQUESTS: "nothing shows whether the thread waited for a request or prepared one",
+            Unknown.OUTSIDE: "the process waited for something outside CUDA: a socket, a file or a timer",
         }[self]
+
+
+# Nothing ran, and nothing shows whether the thread had been asked for anything.
+OPEN = (Unknown.BETWEEN_REQUESTS, Unknown.OUTSIDE)
 
 
 _BY_KIND = {
