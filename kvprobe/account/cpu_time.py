@@ -35,10 +35,11 @@ def _of_pauses(recording: Recording) -> Array:
     ns, more = np.maximum(pauses["end_ns"] - pauses["start_ns"], 1), pauses["more_ns"]
     thread, process = pauses["thread_ns"], np.maximum(pauses["process_ns"], pauses["thread_ns"])
     out = np.full(pauses.rows, Worked.NOT_KNOWN, dtype=np.uint8)
-    out[thread - more >= MOST * ns] = Worked.THREAD
     others = (process - thread - more >= MOST * ns) & (more <= ROUGH * ns)
     out[others & (thread <= NEXT_TO_NOTHING * ns + more)] = Worked.ANOTHER
     out[process <= NEXT_TO_NOTHING * ns] = Worked.NOBODY
+    # one that never gave up its CPU wanted it all the time, and got what others left
+    out[(thread - more >= MOST * ns) | (pauses["gave_up"] == 0)] = Worked.THREAD
     return out
 
 

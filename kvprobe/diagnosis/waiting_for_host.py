@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.account import HOST, OPEN, GpuAccount, Line, Worked, cover_of
+from kvprobe.account import HOST, OPEN, GpuAccount, Line, Unknown, Worked, cover_of
 from kvprobe.diagnosis.finding import MEASURED, Change, Evidence, Finding, Loss, Where, cause_of
 from kvprobe.diagnosis.joined import CRITICAL, JoinedRecording, ms, of_the_time, share
 from kvprobe.diagnosis.left import most_left
@@ -36,7 +36,7 @@ DID = {
     Line.ELSEWHERE: "was in other code",
 }
 WORKED = {
-    Worked.THREAD: "the thread itself worked: it used the CPU for most of its pauses",
+    Worked.THREAD: "the thread itself worked, and did not sleep",
     Worked.ANOTHER: "another thread of the process ran, and this one did not: it waited for the interpreter's lock or "
     "a lock of the program's own; kvprobe cannot tell which",
 }
@@ -79,6 +79,11 @@ def _between_requests(joined: JoinedRecording) -> Finding | None:
     ns = cut.ns[mine]
     unknown = gpu.unknown_ns()
     why = max(OPEN, key=lambda one: unknown.get(one, 0))
+    seen = (
+        "no thread of the process used the CPU"
+        if why == Unknown.OUTSIDE
+        else "after most other waits for the device it submits at once"
+    )
     window = int(cut.start[mine].min()), int(cut.end[mine].max())
     return joined.finding(
         CAUSE,
@@ -89,7 +94,7 @@ def _between_requests(joined: JoinedRecording) -> Finding | None:
         evidence=(
             Evidence(
                 f"in {len(ns):,} pauses, the longest of {ms(int(ns.max()))}, nothing was pending and its thread made "
-                "no call; after most other waits for the device it submits at once",
+                f"no call; {seen}",
                 gpu.open_ns,
                 "ns",
                 MEASURED,

@@ -362,6 +362,7 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "thread_ns": "int64",  # CPU time of the thread, in the pause and `more_ns` before it
         "process_ns": "int64",  # of its whole process, likewise
         "more_ns": "int64",
+        "gave_up": "int64",  # how often the thread gave up its CPU, likewise; 0: it never slept
     },
     # Functions of the operating system in which a thread was for a millisecond and more: it slept, for all but a few.
     "os_calls": {

@@ -173,6 +173,7 @@ def pauses(recording: Recording, told: RingRecords) -> None:
             "thread_ns": np.minimum(records["src"], SANE).astype(np.int64),
             "process_ns": np.minimum(records["dst"], SANE).astype(np.int64),
             "more_ns": np.minimum(records["bytes"], SANE).astype(np.int64),
+            "gave_up": records["transfer"].astype(np.int64),
         },
     )
 

@@ -15,16 +15,16 @@ from tests.account.test_pauses import MS, served
 NOBODY, THREAD, ANOTHER = (0.0, 0.01), (0.98, 0.99), (0.01, 0.98)
 
 
-def with_cpu_time(recording: Recording, used: tuple[float, float], least_ns: int = MS, more_ns: int = 0) -> Recording:
+def with_cpu_time(recording: Recording, used: tuple[float, float], more_ns: int = 0, gave_up: int = 2) -> Recording:
     """The recording with a note of each pause; `used`: shares of it that the thread and its process worked."""
     calls = recording.calls
     order = np.argsort(calls["start_ns"])
     start, end = calls["end_ns"][order][:-1], calls["start_ns"][order][1:]
-    start, end = start[end - start >= least_ns], end[end - start >= least_ns]
+    start, end = start[end - start >= MS], end[end - start >= MS]
     zero, ns = np.zeros(len(start), int), end - start
     thread, process = ((ns * share).astype(np.int64) for share in used)
     columns = {"start_ns": start, "end_ns": end, "process": zero, "thread": zero + 7}
-    columns |= {"thread_ns": thread, "process_ns": process, "more_ns": zero + more_ns}
+    columns |= {"thread_ns": thread, "process_ns": process, "more_ns": zero + more_ns, "gave_up": zero + gave_up}
     recording.tables["pauses"] = Table("pauses", columns)
     return recording
 
@@ -47,6 +47,12 @@ def test_who_worked_follows_from_what_was_used(used: tuple[float, float], more_n
     start, end = recording.pauses["start_ns"][:1], recording.pauses["end_ns"][:1]
     assert who_worked(recording, 0, 7, start, end).tolist() == [worked]
     assert who_worked(recording, 0, 8, start, end).tolist() == [Worked.NOT_KNOWN]
+
+
+def test_a_thread_that_never_gave_up_its_cpu_worked_however_little_it_got() -> None:
+    recording = with_cpu_time(served([0, 20 * MS], 1), (0.04, 0.04), gave_up=0)
+    start, end = recording.pauses["start_ns"][:1], recording.pauses["end_ns"][:1]
+    assert who_worked(recording, 0, 7, start, end).tolist() == [Worked.THREAD]
 
 
 def test_a_pause_in_which_nobody_works_is_no_work_of_python_s() -> None:

@@ -47,25 +47,26 @@ def pauses_of(libraries: Path, folder: Path, what: str, **more: str) -> Table:
     return read(folder).pauses
 
 
-def the_three(pauses: Table) -> list[tuple[int, int]]:
-    """CPU time of the thread and of its process in the pauses that the program makes, without what may be before."""
+def the_three(pauses: Table, slept: bool) -> list[tuple[int, int]]:
+    """CPU time of the thread and of its process in the pauses that the program makes, and what may be before each."""
     long = [row for row in range(pauses.rows) if pauses["end_ns"][row] - pauses["start_ns"][row] > 150_000_000]
     assert len(long) == 3, long
+    assert not slept or (pauses["gave_up"][long] > 0).all()
     return [(int(pauses["thread_ns"][row]), int(pauses["process_ns"][row])) for row in long]
 
 
 def test_a_thread_that_sleeps_uses_no_cpu_and_nobody_else_does(libraries: Path, tmp_path: Path) -> None:
-    for thread, process in the_three(pauses_of(libraries, tmp_path, "waits")):
+    for thread, process in the_three(pauses_of(libraries, tmp_path, "waits"), True):
         assert max(thread, process) < 60_000_000
 
 
 def test_a_thread_that_works_is_told_by_its_own_time(libraries: Path, tmp_path: Path) -> None:
-    for thread, process in the_three(pauses_of(libraries, tmp_path, "works")):
+    for thread, process in the_three(pauses_of(libraries, tmp_path, "works"), False):
         assert min(thread, process) > 195_000_000
 
 
 def test_another_thread_that_works_is_told_by_the_processs_time(libraries: Path, tmp_path: Path) -> None:
-    for thread, process in the_three(pauses_of(libraries, tmp_path, "waits_for_another")):
+    for thread, process in the_three(pauses_of(libraries, tmp_path, "waits_for_another"), True):
         assert process > 195_000_000
         assert thread < 60_000_000
 

@@ -199,7 +199,7 @@ enum kvp_file_seen {
  * for all others; 0: not known.
  *   pause     [start_ns, start_ns + dur_ns), in which the thread tid was in no call, for a millisecond or more
  * (interpose/pauses.c). src, dst: CPU time that the thread, and its whole process, used in it and in so many ns before
- * it as `bytes` says. */
+ * it as `bytes` says; transfer: how often the thread gave up its CPU in that time. */
 #define KVP_NOTES 65
 
 /* ---- totals and histogram ----------------------------------------------------------------------------------- */
