@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from kvprobe.account.account import Account, GpuAccount, ThreadAccount, account_of
-from kvprobe.account.lines import COPIES, HOST, IDLE, LINE_TITLES, OUTSIDE_CALLS, Line, Unknown
+from kvprobe.account.cpu_time import Worked, cover_of
+from kvprobe.account.lines import COPIES, HOST, IDLE, LINE_TITLES, OPEN, OUTSIDE_CALLS, Line, Unknown
 
 __all__ = [
     "COPIES",
     "HOST",
     "IDLE",
     "LINE_TITLES",
+    "OPEN",
     "OUTSIDE_CALLS",
     "Account",
     "GpuAccount",
     "Line",
     "ThreadAccount",
     "Unknown",
+    "Worked",
     "account_of",
+    "cover_of",
 ]

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvprobe.account.activity import Activity, activities
 from kvprobe.account.gpu import BEGINS_NS, LinkRate, links_of, stretches_of
-from kvprobe.account.lines import COPIES, HOST, Line, Unknown
+from kvprobe.account.lines import COPIES, HOST, OPEN, Line, Unknown
 from kvprobe.account.stretches import NOBODY, Stretches, overlay
 from kvprobe.account.threads import Threads
 from kvprobe.output.parts import AccountJson, GpuJson, ThreadJson
@@ -95,7 +95,8 @@ class GpuAccount:
     @property
     def open_ns(self) -> int:
         """Pauses of which nothing shows whether anybody had asked for anything."""
-        return self.unknown_ns().get(Unknown.BETWEEN_REQUESTS, 0)
+        unknown = self.unknown_ns()
+        return sum(unknown.get(one, 0) for one in OPEN)
 
     @property
     def waiting_share(self) -> float:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvprobe.account.activity import Activity, between_host_and_device
-from kvprobe.account.lines import Line, Unknown
+from kvprobe.account.lines import OPEN, Line, Unknown
 from kvprobe.account.stretches import NOBODY, Stretches, marks, overlay
 from kvprobe.account.threads import Threads
 from kvprobe.recordings.intervals import Cover, union
@@ -157,11 +157,12 @@ def _of_idleness(gpu: Activity, threads: Threads, edges: Array, what: Array) -> 
         mine = (caller == one) & (host > start)
         timeline = threads.of(one)
         piece, stop, part, of = overlay(start[mine], host[mine], timeline.edges, np.arange(len(timeline.line)))
-        line, between = timeline.line[part], timeline.open[part] & ~at_edge[mine][of]
+        line, why = timeline.line[part], np.where(at_edge[mine][of], NOBODY, timeline.open[part])
         unasked = at_edge[mine][of] & np.isin(line, np.array((Line.PYTHON, Line.ELSEWHERE), dtype=np.uint8))
-        line, known = np.where(unasked, Line.NOTHING_TO_DO, line), ~between
+        line, known = np.where(unasked, Line.NOTHING_TO_DO, line), why == NOBODY
         parts.append(_by(piece[known], stop[known], line[known], np.full(int(known.sum()), one)))
-        parts.append(_same(piece[between], stop[between], Line.NOT_KNOWN, Unknown.BETWEEN_REQUESTS))
+        for reason in OPEN:
+            parts.append(_same(piece[why == reason], stop[why == reason], Line.NOT_KNOWN, reason))
     return tuple(np.concatenate(column) for column in zip(*parts, strict=True))
 
 

@@ -13,6 +13,7 @@ __all__ = [
     "HOST",
     "IDLE",
     "LINE_TITLES",
+    "OPEN",
     "OUTSIDE_CALLS",
     "Line",
     "Unknown",
@@ -95,6 +96,7 @@ class Unknown(IntEnum):
     RECORDER = 4
     GRAPH = 5
     BETWEEN_REQUESTS = 6
+    OUTSIDE = 7
 
     @property
     def key(self) -> str:
@@ -112,7 +114,12 @@ class Unknown(IntEnum):
             Unknown.RECORDER: "the recorder itself was busy",
             Unknown.GRAPH: "a CUDA graph ran, and its operations were not recorded one by one",
             Unknown.BETWEEN_REQUESTS: "nothing shows whether the thread waited for a request or prepared one",
+            Unknown.OUTSIDE: "the process waited for something outside CUDA: a socket, a file or a timer",
         }[self]
+
+
+# Nothing ran, and nothing shows whether the thread had been asked for anything.
+OPEN = (Unknown.BETWEEN_REQUESTS, Unknown.OUTSIDE)
 
 
 _BY_KIND = {

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvprobe.account.lines import Line, line_of_calls
+from kvprobe.account.cpu_time import Worked, who_worked
+from kvprobe.account.lines import Line, Unknown, line_of_calls
+from kvprobe.account.stretches import NOBODY
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.model import Array, RangeStyle
@@ -36,7 +38,8 @@ class ThreadTimeline:
     Attributes:
         edges: (pieces + 1,) ns, ascending.
         line: the Line of each piece, (pieces,) uint8.
-        open: pieces outside of calls of which nothing shows whether it had been asked for anything, (pieces,) bool.
+        open: of pieces outside of calls of which nothing shows whether it had been asked for anything, why not: one
+            of `lines.OPEN`; NOBODY of all others, (pieces,) int8.
     """
 
     edges: Array
@@ -79,14 +82,28 @@ class Threads:
         gap = line.copy()
         gap[1::2] = 0
         long, unusual = _pauses(np.diff(edges), gap > 0), _unusual(np.diff(edges), line)
-        unasked = np.zeros(len(line), dtype=bool)
+        unasked = np.full(len(line), NOBODY, dtype=np.int8)
         if len(rows):
+            worked = self._worked(rows[0], edges, gap > 0)
+            busy = np.isin(worked, (Worked.THREAD, Worked.ANOTHER))
             long, unusual = (self._silent(caller, rows[0], edges, some) for some in (long, unusual))
-            unasked[unusual[self._may_sleep(rows[0], edges[unusual], edges[unusual + 1])]] = True
-            unasked[long] = False
+            asleep = unusual[~busy[unusual]]
+            unasked[asleep[self._may_sleep(rows[0], edges[asleep], edges[asleep + 1])]] = Unknown.BETWEEN_REQUESTS
+            unasked[worked == Worked.NOBODY] = Unknown.OUTSIDE
+            unasked[long] = NOBODY
+            # who asks for the next request again and again works, too
+            unasked[np.intersect1d(long[busy[long]], unusual)] = Unknown.BETWEEN_REQUESTS
+            long = long[~busy[long]]
             line[long] = Line.NOTHING_TO_DO
             return self._without_cpu(rows[0], ThreadTimeline(edges, line, unasked), gap > 0)
         return ThreadTimeline(edges, line, unasked)
+
+    def _worked(self, row: int, edges: Array, outside: Array) -> Array:
+        """Who worked in the pieces outside of calls, as far as their CPU time was noted."""
+        process, thread = int(self.joined.process[row]), int(self.joined.thread[row])
+        worked = who_worked(self.joined.recording, process, thread, edges[:-1], edges[1:])
+        worked[~outside] = Worked.NOT_KNOWN
+        return worked
 
     def _silent(self, caller: int, row: int, edges: Array, pieces: Array) -> Array:
         """Of these pauses those in which nothing is seen of the thread, nor of another that works for it."""
@@ -202,7 +219,7 @@ class Threads:
         return ThreadTimeline(
             np.insert(edges, pieces + 1, cut),
             np.insert(line, pieces + 1, Line.NO_CPU),
-            np.insert(timeline.open, pieces + 1, False),
+            np.insert(timeline.open, pieces + 1, NOBODY),
         )
 
 

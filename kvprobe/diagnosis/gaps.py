@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvprobe.account import OUTSIDE_CALLS, Line, Unknown
+from kvprobe.account import OPEN, OUTSIDE_CALLS, Line
 from kvprobe.account.stretches import NOBODY
 from kvprobe.diagnosis.finding import EvidenceChart
 from kvprobe.diagnosis.joined import Array, JoinedRecording
@@ -42,7 +42,7 @@ def nothing_to_do(joined: JoinedRecording, gaps: Gaps) -> Array:
     parts = [
         (cut.start[idle], cut.end[idle])
         for cut in (gpu.stretches for gpu in joined.account.gpus)
-        for idle in ((cut.line == Line.NOTHING_TO_DO) | (cut.detail == Unknown.BETWEEN_REQUESTS),)
+        for idle in ((cut.line == Line.NOTHING_TO_DO) | np.isin(cut.detail, OPEN),)
     ]
     if not parts:
         return np.zeros(len(gaps.start), dtype=bool)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from kvprobe.account import COPIES, HOST, Account, GpuAccount, Line, Unknown
+from kvprobe.account import COPIES, HOST, OPEN, Account, GpuAccount, Line
 from kvprobe.diagnosis import FULL_QUEUE, UNEXPLAINED
 from kvprobe.durations import time_text
 from kvprobe.output.parts import VerdictJson
@@ -213,7 +213,7 @@ def _not_computing(gpu: GpuAccount) -> list[MissingPart]:
     share = sum(unknown.values()) / gpu.window_ns
     if share >= UNKNOWN_SHARE:
         why = max(unknown, key=lambda reason: unknown[reason])
-        if why == Unknown.BETWEEN_REQUESTS:  # that nothing ran is known
+        if why in OPEN:  # that nothing ran is known
             what, how = f"for {share:.0%} of the time the GPU had nothing to run, and {why.text}", _REQUESTS
         else:
             what = f"for {share:.0%} of the time, it is not known what the GPU did, because {why.text}"

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.account import COPIES, HOST, GpuAccount, Line, Unknown
+from kvprobe.account import COPIES, HOST, OPEN, GpuAccount, Line, Unknown, Worked, cover_of
 from kvprobe.account.chain import hidden_beside_work
 from kvprobe.diagnosis.finding import MEASURED, Change, Evidence, Finding, Loss, Where, cause_of
 from kvprobe.diagnosis.joined import CRITICAL, JoinedRecording, ms, of_the_time, share
@@ -40,6 +40,11 @@ DID = {
     Line.NO_CPU: "had no CPU",
     Line.TIER: "read or wrote files or sockets",
     Line.ELSEWHERE: "was in other code",
+}
+WORKED = {
+    Worked.THREAD: "the thread itself worked, and did not sleep",
+    Worked.ANOTHER: "another thread of the process ran, and this one did not: it waited for the interpreter's lock or "
+    "a lock of the program's own; kvprobe cannot tell which",
 }
 SHOWN_BY = (
     "Record with `kvprobe run --nsys` or `nsys profile -t cuda,nvtx,osrt`, which show where the thread sleeps, or mark "
@@ -77,8 +82,15 @@ def _between_requests(joined: JoinedRecording) -> Finding | None:
     if gpu is None or gpu.open_ns < CRITICAL * gpu.window_ns:
         return None
     cut = gpu.stretches
-    mine = cut.detail == Unknown.BETWEEN_REQUESTS
+    mine = np.isin(cut.detail, OPEN)
     ns = cut.ns[mine]
+    unknown = gpu.unknown_ns()
+    why = max(OPEN, key=lambda one: unknown.get(one, 0))
+    seen = (
+        "no thread of the process used the CPU"
+        if why == Unknown.OUTSIDE
+        else "after most other waits for the device it submits at once"
+    )
     window = int(cut.start[mine].min()), int(cut.end[mine].max())
     return joined.finding(
         CAUSE,
@@ -89,14 +101,13 @@ def _between_requests(joined: JoinedRecording) -> Finding | None:
         evidence=(
             Evidence(
                 f"in {len(ns):,} pauses, the longest of {ms(int(ns.max()))}, nothing was pending and its thread made "
-                "no call; after most other waits for the device it submits at once",
+                f"no call; {seen}",
                 gpu.open_ns,
                 "ns",
                 MEASURED,
             ),
         ),
-        reason=f"cannot tell, because nothing ran for {share(gpu.open_ns, gpu.window_ns)} of the time, and "
-        f"{Unknown.BETWEEN_REQUESTS.text}",
+        reason=f"cannot tell, because nothing ran for {share(gpu.open_ns, gpu.window_ns)} of the time, and {why.text}",
         cure=(Change(SHOWN_BY, "recording"),),
     )
 
@@ -122,6 +133,7 @@ def _left(joined: JoinedRecording) -> Finding | None:
         for line in lines
         if 100 * by_line[line] >= gpu.window_ns or line == first
     ]
+    evidence += _who_worked(joined, gpu, mine & np.isin(cut.line, (Line.PYTHON, Line.ELSEWHERE)))
     start, end = cut.start[mine], cut.end[mine]
     loss = Loss(
         lost,
@@ -148,6 +160,23 @@ def _saved(gpu: GpuAccount, mine: Array, line: Line, ns: int) -> int:
     works = np.isin(cut.line, np.array((Line.COMPUTING, *COPIES), dtype=np.uint8)) | (cut.detail == Unknown.GRAPH)
     here = mine & (cut.line == line)
     return hidden_beside_work(Cover(cut.start[works], cut.end[works]), cut.start[here], cut.end[here], cut.ns[here])
+
+
+def _who_worked(joined: JoinedRecording, gpu: GpuAccount, mine: Array) -> list[Evidence]:
+    """Who used the CPU in pauses of the threads that the GPU waited for, where the recording has their CPU time."""
+    cut = gpu.stretches
+    spent = dict.fromkeys(WORKED, 0)
+    for one in joined.account.threads if joined.recording.pauses.rows else ():
+        row = int(np.argmax(joined.caller == one.caller))
+        waits = np.flatnonzero(mine & (cut.caller == one.caller))
+        for worked in WORKED:
+            cover = cover_of(joined.recording, int(joined.process[row]), one.thread, worked)
+            spent[worked] += int(cover.within(cut.start[waits], cut.end[waits]).sum())
+    return [
+        Evidence(f"for {ms(ns)} of that, {WORKED[worked]}", ns, "ns", MEASURED)
+        for worked, ns in spent.items()
+        if 100 * ns >= gpu.window_ns
+    ]
 
 
 def _of_part(change: Change, part: float) -> Change:

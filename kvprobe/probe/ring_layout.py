@@ -15,6 +15,7 @@ TRANSFER = 64  # the call that stands for a whole transfer of an engine
 SPAN, COVERAGE, GRAPH = 65, 66, 67  # no calls: what marks told of the device (kvp.h)
 CONTENTS = 68  # no call: what a copy carried
 PAGES = 69  # no call: page faults in one
+PAUSE = 70  # no call: what CPU time was used between two
 FIRST_FILE, LAST_FILE = 46, 55  # reads and writes of tiers: no CUDA calls, on no stream (kvp.h)
 NOTES = 65  # no calls from here on
 SEVERAL, SEVERAL_MOST = 0x80, 64  # in a record's call: it stands for several calls, so many at most
@@ -100,6 +101,7 @@ CALLS: dict[int, tuple[str, str]] = {
     GRAPH: ("MARKS", "graph"),
     CONTENTS: ("NOTE", "contents"),
     PAGES: ("NOTE", "pages"),
+    PAUSE: ("NOTE", "pause"),
 }
 
 FILE = np.dtype(

@@ -20,6 +20,7 @@ from kvprobe.probe.ring import (
     CALLS,
     CONTENTS,
     PAGES,
+    PAUSE,
     RECORD,
     SLOT,
     SPAN,
@@ -43,6 +44,7 @@ from kvprobe.recordings.run_events import (
     cpu_waits,
     known_codes,
     page_faults,
+    pauses,
     samples,
     stacks,
     transfers,
@@ -338,6 +340,7 @@ def _fill(
     marks(recording, marked, names)
     contents(recording, looks)
     page_faults(recording, _together(gathered.faults))
+    pauses(recording, _together(gathered.pauses))
     words = _CallWords(calls.records, totals.slots, names)
     _calls(recording, calls, words)
     submitters = _engine_submitters(processes, streams)
@@ -389,7 +392,8 @@ class _Contents:
 
     Attributes:
         lost: row of a process -> single calls that were overwritten; the recording's own, filled here.
-        calls: single calls and transfers; `marks` of the device; `looks` at what copies carried; page `faults`.
+        calls: single calls and transfers; `marks` of the device; `looks` at what copies carried; page `faults`;
+            `pauses` between calls.
         totals: row of a process, slots, and the thread of each slot.
         without_slot: see `_Totals`.
     """
@@ -399,6 +403,7 @@ class _Contents:
     marks: list[_Part] = field(default_factory=list)
     looks: list[_Part] = field(default_factory=list)
     faults: list[_Part] = field(default_factory=list)
+    pauses: list[_Part] = field(default_factory=list)
     totals: list[tuple[int, Array, Array]] = field(default_factory=list)
     without_slot: list[tuple[int, int, int, int, int]] = field(default_factory=list)
 
@@ -409,6 +414,7 @@ class _Contents:
         self.marks.append((row, shift, _joined([ring.marks() for ring in counted])))
         self.looks.append((row, shift, _joined([ring.notes(CONTENTS) for ring in counted])))
         self.faults.append((row, shift, _joined([ring.notes(PAGES) for ring in counted])))
+        self.pauses.append((row, shift, _joined([ring.notes(PAUSE) for ring in counted])))
         missing = sum(ring.overwritten() for ring in counted) + int((records["call"] != TRANSFER).sum())
         for ring in process.rings:
             if ring not in counted:

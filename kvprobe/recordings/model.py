@@ -353,6 +353,17 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "ran_ns": "int64",
         "throttled_ns": "int64",  # the process's control group had used up its quota of CPU
     },
+    # Pauses of a thread between two CUDA calls, and what CPU time was used in them; in older recordings there are none.
+    "pauses": {
+        "start_ns": "int64",
+        "end_ns": "int64",
+        "process": "int32",
+        "thread": "int64",
+        "thread_ns": "int64",  # CPU time of the thread, in the pause and `more_ns` before it
+        "process_ns": "int64",  # of its whole process, likewise
+        "more_ns": "int64",
+        "gave_up": "int64",  # how often the thread gave up its CPU, likewise; 0: it never slept
+    },
     # Functions of the operating system in which a thread was for a millisecond and more: it slept, for all but a few.
     "os_calls": {
         "start_ns": "int64",

@@ -22,6 +22,7 @@ __all__ = [
     "cpu_waits_table",
     "known_codes",
     "page_faults",
+    "pauses",
     "samples",
     "stacks",
     "transfers",
@@ -155,6 +156,25 @@ def page_faults(recording: Recording, told: RingRecords) -> None:
             "nodes": records["result"].astype(np.int64),
         },
         by="time_ns",
+    )
+
+
+def pauses(recording: Recording, told: RingRecords) -> None:
+    """What CPU time was used between two calls of a thread, from notes of ring files."""
+    records = told.records
+    start = records["start_ns"].astype(np.int64) + told.shift
+    recording.tables["pauses"] = sorted_table(
+        "pauses",
+        {
+            "start_ns": start,
+            "end_ns": start + np.minimum(records["dur_ns"], SANE).astype(np.int64),
+            "process": told.process,
+            "thread": records["tid"].astype(np.int64),
+            "thread_ns": np.minimum(records["src"], SANE).astype(np.int64),
+            "process_ns": np.minimum(records["dst"], SANE).astype(np.int64),
+            "more_ns": np.minimum(records["bytes"], SANE).astype(np.int64),
+            "gave_up": records["transfer"].astype(np.int64),
+        },
     )
 
 

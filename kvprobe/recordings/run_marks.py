@@ -37,9 +37,10 @@ REASONS = (
     "a call for a mark failed",
     "when a run ended could not be seen",
     "too many marks or streams at once",
+    "work was submitted that no timing event followed",
     "several kinds of work that could not be told apart",
 )
-STOPPED = np.array([0, 1, 1, 1, 1, 0, 1, 0], dtype=np.uint8)  # by reason: nothing was marked meanwhile
+STOPPED = np.array([0, 1, 1, 1, 1, 0, 1, 0, 0], dtype=np.uint8)  # by reason: nothing was marked meanwhile
 MOST_PIECES = 256
 MOST_ROWS = 400_000
 # Between two of a run the device does nothing for so long: seen by CUPTI on an H200, of 3,800 kernels and 8,500 copies.

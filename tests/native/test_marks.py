@@ -75,7 +75,6 @@ def test_copies_behind_a_host_function_begin_when_that_is_over(libraries: Path, 
 import ctypes as ct, time
 d.launch(1_000)
 d.sync(d.compute)
-time.sleep(0.5)  # the first submission has the helper make its events, however busy the processors are
 libc, semaphore = ct.CDLL(None), ct.create_string_buffer(64)
 libc.sem_init(semaphore, 0, 0)
 d.lib.cudaLaunchHostFunc.argtypes = [ct.c_void_p] * 3
@@ -93,6 +92,54 @@ d.synchronize()
     behind &= spans["end_ns"] > spans["end_ns"][stands]
     assert int(spans["count"][behind].sum()) == 50
     assert (spans["start_ns"][behind] >= spans["end_ns"][stands]).all()
+
+
+# As if the helper found no processor: many times no event can be made, and until then there is none.
+LATE = """
+import ctypes as ct, os, time
+lib, libc, u64 = ct.CDLL(os.environ["KVPROBE_HOSTRT"]), ct.CDLL(None), ct.c_uint64
+for n in range(1, 17):
+    assert lib.kvhostFailCall(b"cuEventCreate", u64(n), 2) == 0
+stream, host, device, semaphore = ct.c_void_p(), ct.c_void_p(), ct.c_void_p(), ct.create_string_buffer(64)
+libc.sem_init(semaphore, 0, 0)
+assert lib.cudaStreamCreateWithFlags(ct.byref(stream), 1) == 0
+assert lib.cudaHostAlloc(ct.byref(host), u64(100_000), 0) == 0
+assert lib.cudaMalloc(ct.byref(device), u64(100_000)) == 0
+assert lib.cudaLaunchHostFunc(stream, ct.cast(libc.sem_wait, ct.c_void_p), ct.c_void_p(ct.addressof(semaphore))) == 0
+for _ in range(50):
+    assert lib.cudaMemcpyAsync(device, host, u64(100_000), 1, stream) == 0
+while lib.kvhostFailed(b"cuEventCreate") < 16:
+    time.sleep(0.001)
+time.sleep(0.15)  # there are events now, and the first coverage could be written
+opened = time.monotonic_ns()
+libc.sem_post(semaphore)
+%s
+assert lib.cudaDeviceSynchronize() == 0
+over = time.monotonic_ns()
+for _ in range(50):
+    time.sleep(0.005)
+    assert lib.kvhostLaunchDelay(stream, u64(1_000_000)) == 0
+    assert lib.cudaMemcpyAsync(device, host, u64(100_000), 1, stream) == 0
+    assert lib.cudaStreamSynchronize(stream) == 0
+open(%r, "w").write(f"{opened} {over}")
+"""
+
+
+@pytest.mark.parametrize("then", ["lib.cudaStreamSynchronize(stream)", "time.sleep(0.05)"], ids=["waits", "leaves"])
+def test_what_is_submitted_before_there_are_events_is_not_called_idle(
+    libraries: Path, tmp_path: Path, then: str
+) -> None:
+    """Copies that no event follows: while they run, what the device did is not known."""
+    recording = recorded(libraries, tmp_path, "", LATE % (then, str(tmp_path / "times")), KVHOST_CLOCK="real")
+    opened, over = map(int, (tmp_path / "times").read_text().split())
+    spans, seen = recording.spans, recording.coverage
+    whole = Cover(seen["start_ns"][seen["reason"] == 0], seen["end_ns"][seen["reason"] == 0])
+    copied = Cover(spans["start_ns"], spans["end_ns"]).within(np.array([opened]), np.array([over]))[0]
+    known = whole.within(np.array([opened]), np.array([over]))[0]
+    assert over - opened - known >= 1_250_000 - copied  # 5 MB at 4 GB/s
+    reasons = {recording.text(int(one)) for one in seen["reason"]}
+    assert "work was submitted that no timing event followed" in reasons
+    assert whole.within(np.array([over]), np.array([over + 10**10]))[0] > 0  # what comes later is known
 
 
 def test_a_run_of_many_launches_is_a_few_marks(libraries: Path, tmp_path: Path) -> None:

@@ -171,6 +171,13 @@ void kvp_graphs_in_child(void);
 void kvp_pages_before(const kvp_record *record);
 void kvp_pages_after(const kvp_record *record);
 
+/* pauses.c: what CPU time is used where a thread makes no call. `may_begin`: behind a long call. */
+#define KVP_PAUSE_NS 1000000u
+#define KVP_LONG_CALL_NS 200000u
+void kvp_pause_may_begin(uint64_t now);
+void kvp_pause_ends(uint64_t now, uint64_t lasted_ns);
+void kvp_pauses_go(int on); /* 0: a program under seccomp may die of a system call */
+
 /* contents.c: what copies carry, of a sample. `due`: whether the copy that has just returned is to be looked at. */
 void kvp_contents_start(void);
 void kvp_contents_stop(void);

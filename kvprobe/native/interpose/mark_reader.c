@@ -32,8 +32,9 @@
 #define OF_A_SECOND_NS 2.5e6 /* what marks may cost of each */
 #define OF_AN_AGE_NS 12e6    /* between an age of the process and twice that: what a ring can hold of hours */
 #define BLOCKED_NS 200000u
-#define FIRST_NS 1e12 /* the first mark that is read, on the device's clock: another stream's may be older */
-#define READ_TICKS 4  /* each question takes locks that the program's submissions want */
+#define FIRST_NS 1e12   /* the first mark that is read, on the device's clock: another stream's may be older */
+#define FILL_EVENTS 256 /* at a time: 2 us each, and marks want to be read */
+#define READ_TICKS 4    /* each question takes locks that the program's submissions want */
 #define RELAXED 2
 #define HELPER_TRIES 10000 /* of 0.1 ms, that an exit waits for the helper to leave */
 
@@ -49,22 +50,37 @@ static _Atomic uint32_t resumed;
 static double saved;
 /* ---- the pool ------------------------------------------------------------------------------------------------ */
 
-int kvp_mark_pool(struct mark_context *c) {
-    uint64_t begin = kvp_clock();
-    for (int i = 0; i < MARK_POOL; i++) {
-        /* making an event takes the context's lock, and whoever waits for it holds up everybody behind */
-        while (i % 64 == 0 && !kvp_mark_synchronous && kvp_ring_blocked(BLOCKED_NS, kvp_clock()) && !stopping &&
-               kvp_clock() - begin < SECOND)
-            nanosleep(&(struct timespec){0, 200000}, NULL);
-        if (kvp_mark_driver.cuEventCreate(&c->marks[i].event, 0)) break;
-        kvp_mark_give(c, &c->marks[i]);
+void kvp_mark_pool(struct mark_context *c, int more) {
+    int failed = 0;
+    for (; more && c->made < MARK_POOL && !failed; more--) {
+        failed = kvp_mark_driver.cuEventCreate(&c->marks[c->made].event, 0);
+        if (!failed) kvp_mark_give(c, &c->marks[c->made++]);
     }
+    if (c->ready) {
+        if (failed) c->made = MARK_POOL; /* those that there are must do */
+        return;
+    }
+    if (!c->made) return;
     put(c->from_ns, c->written_ns = kvp_clock());
     c->probe_until_ns = c->from_ns + WHILE_NS;
     c->reference_ns = FIRST_NS;
-    if (!get(c->free)) return 0;
     atomic_store(&c->ready, 1);
-    return 1;
+}
+
+/* Makes some of what a pool lacks. Making an event takes the context's lock, and whoever waits for it holds up
+ * everybody behind: not while a call of the program is blocked, unless it is for long. */
+static void fill(struct mark_context *c) {
+    static uint64_t since;
+    void *handle = get(c->handle);
+    uint64_t now = kvp_clock();
+    if (c->making || c->made == MARK_POOL || handle == c) return;
+    if (!kvp_ring_blocked(BLOCKED_NS, now))
+        since = 0;
+    else if (!since || now - since < SECOND) {
+        if (!since) since = now;
+        return;
+    }
+    if (!kvp_mark_driver.cuCtxSetCurrent(handle)) kvp_mark_pool(c, FILL_EVENTS);
 }
 
 /* ---- records ------------------------------------------------------------------------------------------------- */
@@ -152,11 +168,12 @@ static void consume(struct mark_context *c, struct mark_stream *s, struct mark *
                              .dry = at < m->return_ns + DRY_NS};
     s->mark_ns = t;
     put(s->done, m->at);
+    if (m->flags & MARK_PROBE) c->placed = 1;
+    if (m->flags & (MARK_LOOSE | MARK_UNKNOWN) && !c->placed) at = kvp_clock();
     if (!(m->flags & MARK_ITEM)) release_held(s, 0, 0);
-    if (m->flags & MARK_UNKNOWN) {
-        if (at > c->from_ns) put(c->from_ns, at);
-        return;
-    }
+    if (m->flags & MARK_LOOSE) write_coverage(c, span.start_ns, at, REASON_LOOSE);
+    if (m->flags & MARK_UNKNOWN && at > c->from_ns) put(c->from_ns, at);
+    if (m->flags & (MARK_UNKNOWN | MARK_LOOSE)) return;
     if (!m->count) return;
     if (m->flags & MARK_UNSEEN && (span.dry || m->flags & MARK_IDLE)) { /* it ended somewhere before this mark */
         span.end_ns = m->last_ns > span.start_ns ? m->last_ns : span.start_ns;
@@ -221,6 +238,8 @@ int kvp_mark_follows(const struct mark_context *c) {
     return (!kvp_watch.attached && !resumed) || kvp_clock() - get(c->from_ns) > 50000000;
 }
 
+void kvp_mark_missed(void) { resumed++; }
+
 static void resume(uint64_t now) {
     resumed++;
     for (int i = 0; i < MARK_STREAMS; i++) {
@@ -242,11 +261,27 @@ static void resume(uint64_t now) {
 
 /* ---- a look at everything ------------------------------------------------------------------------------------ */
 
+void kvp_mark_settle(struct mark_stream *s, uint32_t ended) {
+    struct mark_context *c = &kvp_mark_contexts[s->context];
+    uint64_t now = kvp_clock();
+    if (kvp_mark_is_loose(s)) write_coverage(c, get(s->loose_ns), now, REASON_LOOSE);
+    put(s->settled, ended);
+    if (!(get(s->flags) & MARK_UNKNOWN)) return;
+    put(s->flags, 0);
+    put(s->count, 0);
+    if (now > c->from_ns) put(c->from_ns, now);
+}
+
 /* Ends a run that nobody goes on with; or, in a stretch that has just begun, what stood in the stream before it. */
 static void end_stale(struct mark_stream *s, uint64_t now) {
-    int unknown = get(s->flags) & MARK_UNKNOWN, open = get(s->count) && !unknown;
+    uint32_t ended = atomic_load(&s->ended);
+    int unknown = get(s->flags) & MARK_UNKNOWN || ended != get(s->settled), open = get(s->count) && !unknown;
     uint64_t last = get(s->last_ns);
-    if ((!open && !(unknown && !paused_ns)) || s->per_thread || (s->legacy && kvp_watch.blocking)) return;
+    if ((!open && !(unknown && !paused_ns)) || s->per_thread) return;
+    if (s->legacy && kvp_watch.blocking) { /* a record would order the streams around it */
+        if (unknown && !s->head && kvp_mark_idle(s)) kvp_mark_settle(s, ended);
+        return;
+    }
     if (open && (!get(s->first_ns) || (!paused_ns && (last > now || now - last < MARK_STALE_NS)))) return;
     if (open && s->tail && s->tail->flags & MARK_UNSEEN) return; /* the stream is busy: one of ours in it is enough */
     if (kvp_mark_outstanding(s) > get(kvp_mark_limit) / 4 && !kvp_mark_idle(s)) {
@@ -258,10 +293,11 @@ static void end_stale(struct mark_stream *s, uint64_t now) {
 
 /* Until when nothing is missing of a stream: up to its newest mark, and where it stood idle afterwards. */
 static uint64_t through(const struct mark_context *c, const struct mark_stream *s, uint64_t now) {
-    if (!s->head && !get(s->count)) return now;
+    if (s->head ? s->head->flags & MARK_UNKNOWN : get(s->flags) & MARK_UNKNOWN && !s->per_thread) return 0;
     uint64_t marked = s->mark_ns ? (uint64_t)(s->mark_ns + c->offset_ns) : 0;
-    uint64_t first = s->head ? s->head->first_ns : get(s->first_ns);
-    return marked > first ? marked : first;
+    uint64_t first = s->head ? s->head->first_ns : get(s->count) ? get(s->first_ns) : now;
+    if (!s->head && kvp_mark_is_loose(s) && get(s->loose_ns) < first) first = get(s->loose_ns);
+    return marked > first && (s->head || get(s->count)) ? marked : first;
 }
 
 static void look(int number, uint64_t now, int reads, int closing) {
@@ -323,10 +359,7 @@ static void *read_marks(void *unused) {
     kvp_mark_driver.cuThreadExchangeStreamCaptureMode(&mode);
     while (!atomic_load(&stopping)) {
         for (int i = 0; i < atomic_load(&kvp_mark_context_count); i++) {
-            struct mark_context *c = &kvp_mark_contexts[i];
-            void *handle = get(c->handle);
-            if (c->ready || get(c->free) || handle == c || kvp_mark_driver.cuCtxSetCurrent(handle)) continue;
-            kvp_mark_pool(c);
+            fill(&kvp_mark_contexts[i]);
         }
         kvp_mark_step(0);
         nanosleep(&(struct timespec){0, paused_ns ? SLOW_TICK_NS : TICK_NS}, NULL);

@@ -10,8 +10,10 @@
  *
  * WHAT A PROGRAM MAY RELY ON
  * - Its runtime's last error is untouched: only the driver is called. Any error that is not expected ends all marks.
- * - No event is made on its way: they come from a pool. An empty pool, or a stream that somebody else marks just now,
- *   costs the mark and nothing else; a pool that was empty ends the stretch.
+ * - No event is made on its way but MARK_FIRST_EVENTS by its first submission to a context, where no other thread is
+ *   blocked: they come from a pool. A pool that is empty costs the mark and ends the stretch.
+ * - Whatever is submitted where no mark can follow it (there is no event yet, somebody else marks this stream just now)
+ *   is loose: until a mark behind it is reached the recording says that something was missed there.
  * - A full queue: behind more than MARK_BUSY_LIMIT submissions a mark waits until so many more have come, so that it
  *   takes at most one slot in so many. The helper records where a quarter of that is outstanding, or where the stream
  *   says that it is idle: it never blocks.
@@ -44,7 +46,10 @@ _Atomic uint64_t kvp_mark_empty;
 static _Atomic int opened; /* 0: the driver was not looked for; 1: it is there; -1: marks cannot be had */
 static int devices;
 static _Atomic(struct mark_stream *) legacy; /* the legacy default stream that was submitted to last */
+static _Atomic int per_threads;              /* 1: there was a stream of a thread's own */
 static __thread struct mark_stream *mine __attribute__((tls_model("initial-exec"))); /* this thread's newest */
+/* where this thread's call submits loosely */
+static __thread struct mark_stream *loose_in __attribute__((tls_model("initial-exec")));
 
 enum role { NO_ROLE, SUBMITS, COPIES, SYNC_STREAM, SYNC_EVENT, SYNC_ALL, TAKES_LONG };
 static const struct {
@@ -152,7 +157,9 @@ int kvp_mark_idle(const struct mark_stream *s) {
 
 int kvp_mark_place(struct mark_stream *s, int flags) {
     struct mark_context *c = &kvp_mark_contexts[s->context];
-    if (unlikely(is_captured(s))) return 0;
+    if (unlikely(!atomic_load(&c->ready) || is_captured(s))) return 0;
+    uint32_t ended = atomic_load(&s->ended); /* before the record: they stand in front of it */
+    int loose = kvp_mark_is_loose(s);
     uint64_t busy_ns = get(s->busy_ns), last_ns = get(s->last_ns);
     if (busy_ns < last_ns) busy_ns = last_ns;
     if (flags & MARK_UNSEEN && kvp_clock() - busy_ns >= MARK_STALE_NS && kvp_mark_idle(s)) flags |= MARK_IDLE;
@@ -178,6 +185,12 @@ int kvp_mark_place(struct mark_stream *s, int flags) {
     m->kind = get(s->kind);
     m->flags = (uint8_t)(flags | (get(s->flags) & (MARK_UNKNOWN | MARK_MIXED)));
     m->next = NULL;
+    if (unlikely(loose)) {
+        uint64_t since = get(s->loose_ns);
+        if (!m->first_ns || since < m->first_ns) m->first_ns = since;
+        m->flags = (uint8_t)((m->flags & ~MARK_PROBE) | MARK_LOOSE); /* it may have stood there for long */
+        put(s->settled, ended);
+    }
     begin_interval(s);
     m->at = get(s->submitted) + 1;
     put(s->submitted, m->at);
@@ -205,7 +218,11 @@ static int open_driver(void) {
     if (state) return state > 0;
     static _Atomic int opening;
     int no = 0;
-    if (!kvp_driver_symbol("cuInit") || !atomic_compare_exchange_strong(&opening, &no, 1)) return 0;
+    if (!kvp_driver_symbol("cuInit")) return 0;
+    if (!atomic_compare_exchange_strong(&opening, &no, 1)) {
+        kvp_mark_missed();
+        return 0;
+    }
     state = 1;
 #define X(NAME, PARAMETERS)                                                                                            \
     kvp_mark_driver.NAME = (int(*) PARAMETERS)(uintptr_t)kvp_driver_symbol(#NAME);                                     \
@@ -224,27 +241,35 @@ static int open_driver(void) {
     return state > 0;
 }
 
-/* Its number, or -1 while its pool is being made. */
+/* Its number, or -1. */
 static int context_of(void *handle) {
     int n = atomic_load(&kvp_mark_context_count), was = 0;
     for (int i = 0; i < n; i++)
-        if (get(kvp_mark_contexts[i].handle) == handle) return kvp_mark_contexts[i].ready ? i : -1;
+        if (get(kvp_mark_contexts[i].handle) == handle) return i;
     static _Atomic int adding;
     void *current = NULL;
-    if (n == MARK_CONTEXTS || !atomic_compare_exchange_strong(&adding, &was, 1)) return -1;
+    if (n == MARK_CONTEXTS || !atomic_compare_exchange_strong(&adding, &was, 1)) {
+        kvp_mark_missed();
+        return -1;
+    }
     struct mark_context *c = &kvp_mark_contexts[n];
     if (n == atomic_load(&kvp_mark_context_count) && !kvp_mark_driver.cuCtxGetCurrent(&current) && current == handle &&
         !kvp_mark_driver.cuCtxGetDevice(&c->device)) {
         put(c->handle, handle);
         put(c->free, NULL);
         c->reference = NULL;
-        c->ready = 0;
-        atomic_store(&kvp_mark_context_count, n + 1);
+        c->ready = c->made = 0;
+        c->making = 1;
+        atomic_store(&kvp_mark_context_count, n + 1); /* others submit loosely meanwhile */
+        if (atomic_load(&kvp_mark_synchronous))
+            kvp_mark_pool(c, MARK_POOL);
+        else if (!kvp_watch.attached && !kvp_ring_blocked(MARK_STALE_NS, kvp_clock()))
+            kvp_mark_pool(c, MARK_FIRST_EVENTS);
+        c->making = 0;
         kvp_mark_reader_start();
-        if (atomic_load(&kvp_mark_synchronous)) kvp_mark_pool(c);
     }
     atomic_store(&adding, 0);
-    return kvp_mark_contexts[n].ready && get(kvp_mark_contexts[n].handle) == handle ? n : -1;
+    return get(kvp_mark_contexts[n].handle) == handle ? n : -1;
 }
 
 static inline uint32_t place_of(uint64_t key) { return (uint32_t)((key >> 4) * 0x9e3779b97f4a7c15u >> 56); }
@@ -288,7 +313,9 @@ static __attribute__((noinline)) struct mark_stream *add_stream(uint64_t key, ui
             put(s->next_sample, 8);
             s->ran = s->sampled = 0;
             s->handle = (void *)(uintptr_t)(handle == 1 ? 0 : handle);
+            put(s->settled, atomic_load(&s->ended));
             s->per_thread = handle == 2, s->legacy = handle < 2;
+            if (s->per_thread) atomic_store(&per_threads, 1);
             s->context = (uint8_t)at;
             put(s->flags, kvp_mark_follows(&kvp_mark_contexts[at]) ? 0 : MARK_UNKNOWN);
             atomic_compare_exchange_strong(&s->key, &none, key);
@@ -375,9 +402,20 @@ static int begins(struct mark_stream *s, uint8_t kind, uint64_t gap, uint64_t no
     return kvp_mark_place(s, MARK_PROBE);
 }
 
+/* A submission that no mark will follow. Whether one does is known when it has returned: kvp_mark_after. */
+static void submit_loosely(struct mark_stream *s, uint64_t now) {
+    if (!kvp_mark_is_loose(s)) put(s->loose_ns, now);
+    atomic_fetch_add(&s->begun, 1);
+    put(s->submitted, get(s->submitted) + 1);
+    loose_in = s;
+}
+
 /* In front of a submission that changes what the stream does. 1: time has passed. */
 static __attribute__((noinline)) int changes(struct mark_stream *s, const kvp_record *r, uint8_t kind, uint64_t now) {
-    if (!take_stream(s)) return 0;
+    if (unlikely(!atomic_load(&kvp_mark_contexts[s->context].ready)) || !take_stream(s)) {
+        submit_loosely(s, now);
+        return 0;
+    }
     uint64_t last = get(s->last_ns), gap = last && now > last ? now - last : 0;
     int placed;
     if (unlikely(get(s->flags) & MARK_UNKNOWN))
@@ -400,8 +438,9 @@ static __attribute__((noinline)) int changes(struct mark_stream *s, const kvp_re
 /* The end of what stands in a stream, in front of a call that may take long. */
 static int end_run(struct mark_stream *s, int waits_for_all) {
     int placed = 0;
-    if (get(s->count) && !(get(s->flags) & MARK_UNKNOWN) && take_stream(s)) {
-        if (get(s->count) && get(s->first_ns) && (waits_for_all || has_room(s)))
+    int loose = s->per_thread && kvp_mark_is_loose(s); /* the helper cannot reach it */
+    if (((get(s->count) && !(get(s->flags) & MARK_UNKNOWN)) || loose) && take_stream(s)) {
+        if (((get(s->count) && get(s->first_ns)) || loose) && (waits_for_all || has_room(s)))
             placed = kvp_mark_place(s, unseen(s, kvp_clock()));
         kvp_mark_release(s);
     }
@@ -495,12 +534,37 @@ static __attribute__((noinline)) void place_after(struct mark_stream *s) {
     spend_since(since);
 }
 
+/* Behind a wait that began when all that was loose in the stream had been submitted. */
+static void waited(struct mark_stream *s, const kvp_record *r) {
+    uint32_t ended = atomic_load(&s->ended);
+    if (r->result || !kvp_mark_is_loose(s) || ended != atomic_load(&s->begun) || get(s->last_ns) > r->start_ns) return;
+    if (!take_stream(s)) return;
+    kvp_mark_settle(s, ended);
+    kvp_mark_release(s);
+}
+
+static __attribute__((noinline)) void waited_for_threads(const kvp_record *r) {
+    void *context = NULL;
+    if (kvp_mark_driver.cuCtxGetCurrent(&context)) return;
+    for (int i = 0; i < MARK_STREAMS; i++) {
+        struct mark_stream *s = &kvp_mark_streams[i];
+        if (atomic_load(&s->key) && s->per_thread && get(kvp_mark_contexts[s->context].handle) == context) waited(s, r);
+    }
+}
+
 void kvp_mark_after(const kvp_record *r) {
     int role = of_call[r->call & 127].role;
     kvp_thread.mark = 0;
     if (!role || role == TAKES_LONG) return;
     uint64_t now = r->dur_ns == KVP_UNTIMED ? kvp_clock() : r->start_ns + r->dur_ns;
+    if (unlikely(loose_in)) {
+        put(loose_in->last_ns, now);
+        atomic_fetch_add(&loose_in->ended, 1);
+        loose_in = NULL;
+        return;
+    }
     if (role == SYNC_ALL || role == SYNC_EVENT) {
+        if (role == SYNC_ALL && unlikely(atomic_load(&per_threads))) waited_for_threads(r);
         if (unlikely(kvp_mark_synchronous)) kvp_mark_step(0);
         return;
     }
@@ -508,6 +572,7 @@ void kvp_mark_after(const kvp_record *r) {
     if (!s) return;
     if (role == SYNC_STREAM) {
         if (!r->result) put(s->done, get(s->submitted));
+        if (unlikely(kvp_mark_is_loose(s))) waited(s, r);
         if (unlikely(kvp_mark_synchronous)) kvp_mark_step(0);
         return;
     }
@@ -532,6 +597,7 @@ static void forget(struct mark_stream *s) {
     }
     s->tail = NULL;
     put(s->count, 0);
+    put(s->settled, atomic_load(&s->ended));
     atomic_store(&s->key, 0);
 }
 

@@ -32,6 +32,7 @@ enum { MARK_NOT_READY = 600 }; /* CUDA_ERROR_NOT_READY */
 #define MARK_STREAMS 256
 #define MARK_CONTEXTS 16
 #define MARK_POOL 2048          /* marks of one context that may be outstanding */
+#define MARK_FIRST_EVENTS 32    /* of them: made by a program's first submission; the helper makes the others */
 #define MARK_BUSY_LIMIT 400     /* submissions in a stream above which a mark waits for its turn; a queue takes 1,021 */
 extern uint32_t kvp_mark_limit; /* the same, scaled as the environment scales queues */
 extern int kvp_marks_asked;     /* by name: then on the embedded host runtime, too */
@@ -56,7 +57,8 @@ enum mark_flags {
     MARK_SAMPLE = 8,  /* in the middle of a run: was the stream dry here? */
     MARK_ITEM = 16,   /* right after the one submission that follows a MARK_SAMPLE */
     MARK_MIXED = 32,  /* several kinds stand in front of it */
-    MARK_IDLE = 64    /* the stream said that it was idle when this was recorded */
+    MARK_IDLE = 64,   /* the stream said that it was idle when this was recorded */
+    MARK_LOOSE = 128  /* submissions that nothing counted may stand before it, since first_ns */
 };
 
 struct mark {
@@ -97,16 +99,24 @@ struct mark_stream {
     uint64_t busy_ns;         /* when the helper saw it busy last */
     struct mark *head, *tail; /* outstanding */
     double mark_ns;           /* of the newest mark that was read, on the device's clock; 0: none */
-    struct mark_span held;    /* a part of a run that waits for its sample; count 0: none */
+    /* Loose submissions: no mark follows them, as there was no event yet or somebody else had the lock. How many have
+     * been entered; how many have returned; of these, how many a mark stands behind; since when there are others. */
+    _Atomic uint32_t begun, ended;
+    uint32_t settled;
+    uint64_t loose_ns;
+    struct mark_span held; /* a part of a run that waits for its sample; count 0: none */
 } __attribute__((aligned(64)));
 
 struct mark_context {
     void *handle;
     int device;
-    _Atomic int ready; /* the pool is made */
+    _Atomic int ready;  /* there are events */
+    _Atomic int making; /* the first submission makes events: until it is done the helper makes none */
+    int made;           /* events of the pool so far */
     struct mark marks[MARK_POOL], *free, *reference;
     double reference_ns;               /* device's clock: 0 is its first mark */
     double offset_ns, probed_ns;       /* host's minus device's clock; the best of the probes since a while, 0: none */
+    int placed;                        /* a probe was read: before that offset_ns may be far too small */
     double call_ns;                    /* what a record usually takes its caller */
     uint64_t probe_until_ns, probe_at; /* when that while ends; the newest probe */
     uint64_t from_ns, written_ns;      /* coverage: since when; what is in the ring of it */
@@ -137,13 +147,27 @@ static inline void kvp_mark_release(struct mark_stream *s) { atomic_store_explic
 int kvp_mark_place(struct mark_stream *s, int flags);
 int kvp_mark_idle(const struct mark_stream *s); /* 1: the stream has nothing left to do */
 void kvp_mark_give(struct mark_context *c, struct mark *m);
+/* Whether something stands in the stream, or is about to, that no mark follows. */
+static inline int kvp_mark_is_loose(const struct mark_stream *s) { return atomic_load(&s->begun) != get(s->settled); }
 static inline uint64_t kvp_mark_outstanding(const struct mark_stream *s) {
     return get(s->submitted) + get(s->count) - get(s->done);
 }
 
 /* mark_reader.c */
-enum mark_reason { REASON_NONE, REASON_BUDGET, REASON_CAPTURE, REASON_END, REASON_ERROR, REASON_UNSEEN, REASON_POOL };
-int kvp_mark_pool(struct mark_context *c);          /* makes it, where the context is current. 1: done */
+enum mark_reason {
+    REASON_NONE,
+    REASON_BUDGET,
+    REASON_CAPTURE,
+    REASON_END,
+    REASON_ERROR,
+    REASON_UNSEEN,
+    REASON_POOL,
+    REASON_LOOSE
+};
+void kvp_mark_missed(void);                           /* something was submitted to a stream that is not known yet */
+void kvp_mark_pool(struct mark_context *c, int more); /* makes so many, where the context is current */
+/* A stream has done all that was loose when `ended` of it had returned; its lock is held. */
+void kvp_mark_settle(struct mark_stream *s, uint32_t ended);
 void kvp_mark_reader_start(void);                   /* the thread, once; in simulated time there is none */
 void kvp_mark_step(int closing);                    /* reads what is over */
 void kvp_mark_pause(enum mark_reason reason);       /* from now on nothing is marked */

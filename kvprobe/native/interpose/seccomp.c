@@ -29,12 +29,14 @@ static void seal(void) {
     kvp_cures_stop();
     kvp_marks_stop();
     kvp_contents_stop();
+    kvp_pauses_go(0);
     if (!kvp_ring_is_open()) kvp_watch.on = 0;
     kvp_ring_seal(1);
 }
 
 static void unseal(int on) {
     kvp_ring_seal(0);
+    kvp_pauses_go(1);
     kvp_watch.on = on;
     if (kvp_ring_is_open()) kvp_files_least = KVP_FILE_LEAST;
 }

@@ -301,6 +301,11 @@ static inline __attribute__((always_inline)) void begin(kvp_record *r, enum what
     else
         r->dur_ns = KVP_UNTIMED;
     if (unlikely(!kvp_ring_enter(r->call, r->stream, r->start_ns))) begin_first(r);
+    uint32_t since = (uint32_t)(r->start_ns >> 10) - kvp_thread.ended;
+    if (unlikely(since > KVP_PAUSE_NS >> 10) && timed && kvp_thread.ended) {
+        kvp_pause_ends(r->start_ns, (uint64_t)since << 10);
+        r->start_ns = kvp_clock();
+    }
     if (what == A_EVENT && kvp_watch.marks) kvp_mark_event(r->stream);
     if (what != A_EVENT && kvp_watch.marks && kvp_mark_before(r) && timed) r->start_ns = kvp_clock();
     if (what == A_COPY) kvp_fetch_ranges();
@@ -311,7 +316,12 @@ static inline __attribute__((always_inline)) void begin(kvp_record *r, enum what
 
 static inline __attribute__((always_inline)) void end(kvp_record *r, enum what what, int result) {
     int timed = what != A_LAUNCH || r->dur_ns != KVP_UNTIMED;
-    if (timed) r->dur_ns = kvp_clock() - r->start_ns;
+    if (timed) {
+        uint64_t now = kvp_clock();
+        r->dur_ns = now - r->start_ns;
+        kvp_thread.ended = (uint32_t)(now >> 10);
+        if (unlikely(r->dur_ns > KVP_LONG_CALL_NS)) kvp_pause_may_begin(now);
+    }
     if (unlikely(kvp_watch.nvtx) && what != A_LAUNCH && what != A_EVENT && what != A_WAIT) kvp_nvtx_range_pop();
     r->result = (uint16_t)((unsigned)result < 65535 ? result : 65535);
     if (what == A_COPY && likely(!result)) kvp_classify(r);

@@ -109,7 +109,8 @@ KVP_EXPORT const char *kvp_clock_name(void); /* "tsc", "cntvct" or "clock_gettim
     X(66, MARKS, coverage)    /* no call: an interval in which marks missed nothing, or something */                   \
     X(67, MARKS, graph)       /* no call: what a graph that can be launched holds */                                   \
     X(68, NOTE, contents)     /* no call: what a copy carried, see below */                                            \
-    X(69, NOTE, pages)        /* no call: page faults in a call, see below */
+    X(69, NOTE, pages)        /* no call: page faults in a call, see below */                                          \
+    X(70, NOTE, pause)        /* no call: what CPU time was used between two calls, see below */
 
 enum kvp_call {
 #define X(id, kind, name) KVP_CALL_##name = id,
@@ -195,7 +196,10 @@ enum kvp_file_seen {
  *   pages     page faults of the thread inside a call that pinned or copied, and took long (interpose/page_faults.c).
  *             start_ns, dur_ns, stream, src, dst, bytes, tid, direction: as in the call's own record; count: minor
  * faults; transfer: major ones; result: a bit for each NUMA node that a few pages of the host's side lie on, the last
- * for all others; 0: not known. */
+ * for all others; 0: not known.
+ *   pause     [start_ns, start_ns + dur_ns), in which the thread tid was in no call, for a millisecond or more
+ * (interpose/pauses.c). src, dst: CPU time that the thread, and its whole process, used in it and in so many ns before
+ * it as `bytes` says; transfer: how often the thread gave up its CPU in that time. */
 #define KVP_NOTES 65
 
 /* ---- totals and histogram ----------------------------------------------------------------------------------- */

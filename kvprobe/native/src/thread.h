@@ -25,6 +25,7 @@ struct kvp_thread {
     uint32_t epoch;
     uint32_t attaching; /* ring.c: a signal handler's call while this thread makes its section */
     uint32_t node;      /* interposer: NUMA node of the host side of this copy, plus one; 0 where it is not known */
+    uint32_t ended;     /* interposer: the newest timed call's end, in 1024 ns; 0: there was none */
     uint64_t launches;  /* interposer: kernel launches that this thread has made */
     uint32_t mark;      /* interposer: this call's return wants kvp_mark_after */
     uint32_t inside;    /* interposer: the runtime's own calls to the driver belong to the call that made them */

@@ -1,0 +1,61 @@
+"""Who worked while a thread made no CUDA call, by the CPU time that `kvprobe run` notes of its pauses."""
+
+from __future__ import annotations
+
+from enum import IntEnum, unique
+
+import numpy as np
+
+from kvprobe.recordings.intervals import Cover
+from kvprobe.recordings.model import Array, Recording
+
+__all__ = ["Worked", "cover_of", "who_worked"]
+
+MOST = 0.5  # of a pause that somebody worked, at least; a core is shared with others
+NEXT_TO_NOTHING = 0.05  # of a pause that a process worked, at most, which waited
+ROUGH = 0.25  # of a pause: with more time before it in the same figures they say little of other threads
+
+
+@unique
+class Worked(IntEnum):
+    """Who used the CPU for most of a pause."""
+
+    NOT_KNOWN = 0
+    THREAD = 1  # that made no call
+    ANOTHER = 2  # of the process, and the thread itself hardly did
+    NOBODY = 3  # of the process
+
+
+def _of_pauses(recording: Recording) -> Array:
+    """Worked, for each row of `pauses`.
+
+    The figures also hold what was used in `more_ns` before the pause: of one thread no more than that time.
+    """
+    pauses = recording.pauses
+    ns, more = np.maximum(pauses["end_ns"] - pauses["start_ns"], 1), pauses["more_ns"]
+    thread, process = pauses["thread_ns"], np.maximum(pauses["process_ns"], pauses["thread_ns"])
+    out = np.full(pauses.rows, Worked.NOT_KNOWN, dtype=np.uint8)
+    others = (process - thread - more >= MOST * ns) & (more <= ROUGH * ns)
+    out[others & (thread <= NEXT_TO_NOTHING * ns + more)] = Worked.ANOTHER
+    out[process <= NEXT_TO_NOTHING * ns] = Worked.NOBODY
+    # one that never gave up its CPU wanted it all the time, and got what others left
+    out[(thread - more >= MOST * ns) | (pauses["gave_up"] == 0)] = Worked.THREAD
+    return out
+
+
+def cover_of(recording: Recording, process: int, thread: int, worked: Worked) -> Cover:
+    """The pauses of a thread in which these worked."""
+    pauses = recording.pauses
+    mine = np.flatnonzero((pauses["process"] == process) & (pauses["thread"] == thread))
+    if len(mine):
+        mine = mine[_of_pauses(recording)[mine] == worked]
+    return Cover(pauses["start_ns"][mine], pauses["end_ns"][mine])
+
+
+def who_worked(recording: Recording, process: int, thread: int, start: Array, end: Array) -> Array:
+    """Worked for most of each time from `start` to `end`, ns, in which a thread made no call; (times,) uint8."""
+    out = np.full(len(start), Worked.NOT_KNOWN, dtype=np.uint8)
+    if recording.pauses.rows:
+        for one in (Worked.THREAD, Worked.ANOTHER, Worked.NOBODY):
+            out[2 * cover_of(recording, process, thread, one).within(start, end) > end - start] = one
+    return out

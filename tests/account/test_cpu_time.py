@@ -1,0 +1,86 @@
+"""Whether a thread that makes no call works or waits, by the CPU time that was noted of its pauses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvprobe.account import Line, Unknown, Worked
+from kvprobe.account.cpu_time import who_worked
+from kvprobe.diagnosis import examine
+from kvprobe.diagnosis.verdict import of_recording
+from kvprobe.recordings.model import Recording, Table
+from tests.account.test_pauses import MS, served
+
+NOBODY, THREAD, ANOTHER = (0.0, 0.01), (0.98, 0.99), (0.01, 0.98)
+
+
+def with_cpu_time(recording: Recording, used: tuple[float, float], more_ns: int = 0, gave_up: int = 2) -> Recording:
+    """The recording with a note of each pause; `used`: shares of it that the thread and its process worked."""
+    calls = recording.calls
+    order = np.argsort(calls["start_ns"])
+    start, end = calls["end_ns"][order][:-1], calls["start_ns"][order][1:]
+    start, end = start[end - start >= MS], end[end - start >= MS]
+    zero, ns = np.zeros(len(start), int), end - start
+    thread, process = ((ns * share).astype(np.int64) for share in used)
+    columns = {"start_ns": start, "end_ns": end, "process": zero, "thread": zero + 7}
+    columns |= {"thread_ns": thread, "process_ns": process, "more_ns": zero + more_ns, "gave_up": zero + gave_up}
+    recording.tables["pauses"] = Table("pauses", columns)
+    return recording
+
+
+@pytest.mark.parametrize(
+    ("used", "more_ns", "worked"),
+    [
+        (NOBODY, 0, Worked.NOBODY),
+        (THREAD, 0, Worked.THREAD),
+        (ANOTHER, 0, Worked.ANOTHER),
+        ((0.3, 0.3), 0, Worked.NOT_KNOWN),  # a core that others want, too, or a thread that sleeps now and then
+        (THREAD, 11 * MS, Worked.NOT_KNOWN),  # it may all have been used before the pause
+        (ANOTHER, 11 * MS, Worked.NOT_KNOWN),
+        (NOBODY, 11 * MS, Worked.NOBODY),
+        ((1.9, 1.9), 18 * MS, Worked.THREAD),
+    ],
+)
+def test_who_worked_follows_from_what_was_used(used: tuple[float, float], more_ns: int, worked: Worked) -> None:
+    recording = with_cpu_time(served([0, 20 * MS], 1), used, more_ns=more_ns)
+    start, end = recording.pauses["start_ns"][:1], recording.pauses["end_ns"][:1]
+    assert who_worked(recording, 0, 7, start, end).tolist() == [worked]
+    assert who_worked(recording, 0, 8, start, end).tolist() == [Worked.NOT_KNOWN]
+
+
+def test_a_thread_that_never_gave_up_its_cpu_worked_however_little_it_got() -> None:
+    recording = with_cpu_time(served([0, 20 * MS], 1), (0.04, 0.04), gave_up=0)
+    start, end = recording.pauses["start_ns"][:1], recording.pauses["end_ns"][:1]
+    assert who_worked(recording, 0, 7, start, end).tolist() == [Worked.THREAD]
+
+
+def test_a_pause_in_which_nobody_works_is_no_work_of_python_s() -> None:
+    """A timer or a socket before each step: without the CPU time it is the step's own, and the thread's fault."""
+    found = examine(with_cpu_time(served([12 * MS] * 40, 1), NOBODY))
+    (gpu,) = found.account.gpus
+    assert gpu.unknown_ns()[Unknown.OUTSIDE] == gpu.open_ns == pytest.approx(39 * 12 * MS, rel=0.03)
+    assert not [one for one in found if not one.abstains]
+    verdict = of_recording(with_cpu_time(served([12 * MS] * 40, 1), NOBODY), found)
+    assert verdict.state == "undecided" and "outside CUDA: a socket, a file or a timer" in verdict.reason
+
+
+@pytest.mark.parametrize("used", [THREAD, ANOTHER], ids=["the_thread", "another"])
+@pytest.mark.parametrize("pause_ns", [12 * MS, 80 * MS])
+def test_a_pause_in_which_somebody_works_is_waiting_for_the_host(used: tuple[float, float], pause_ns: int) -> None:
+    found = examine(with_cpu_time(served([pause_ns] * 20, 1), used))
+    (gpu,) = found.account.gpus
+    assert gpu.open_ns == gpu.ns(Line.NOTHING_TO_DO) == 0
+    assert gpu.ns(Line.ELSEWHERE, Line.PYTHON) == pytest.approx(19 * pause_ns, rel=0.03)
+
+
+def test_a_long_pause_among_short_steps_stays_open_whoever_works_in_it() -> None:
+    """A server that asks for the next request again and again works, too."""
+    (gpu,) = examine(with_cpu_time(served([0, *[80 * MS] * 15], 10), THREAD)).account.gpus
+    assert gpu.unknown_ns()[Unknown.BETWEEN_REQUESTS] == pytest.approx(15 * 80 * MS, rel=0.03)
+
+
+def test_another_thread_that_ran_is_named_with_what_cannot_be_told() -> None:
+    recording = with_cpu_time(served([12 * MS] * 4, 1), ANOTHER)
+    texts = [one.text for finding in examine(recording) for one in finding.evidence]
+    assert [text for text in texts if "the interpreter's lock or a lock of the program's own" in text]
