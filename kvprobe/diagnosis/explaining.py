@@ -25,7 +25,7 @@ def proven_line(cause: str) -> Line | None:
 
 
 def _movable(gpu: GpuAccount) -> int:
-    """With room in the queue, copies run beside kernels, and take as long as now: no more than kernels can hide."""
+    """With free slots, copies run beside kernels, and take as long as now: no more than kernels can hide."""
     return gpu.movable_ns
 
 

@@ -100,8 +100,8 @@ def _evidence(gaps: Gaps, mine: Array, lost: int, beside: int, span: int) -> lis
     if beside < 0.995 * lost:
         said.append(
             Evidence(
-                f"preparing a step while the GPU runs the one before hides {ms(beside)} of the {ms(lost)}: for longer, "
-                "the GPU does not run between two gaps",
+                f"if each step is prepared while the GPU runs the one before, {ms(beside)} of the {ms(lost)} are "
+                "hidden; the rest takes longer than the GPU runs between two gaps",
                 beside,
                 "ns",
                 MEASURED,

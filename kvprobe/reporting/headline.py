@@ -313,7 +313,7 @@ def _facts_of(first: Finding) -> list[Fact]:
     if first.device_share is not None and first.device_ns is not None:
         of_window = f"{percent(first.device_share)} of the window: no kernel ran because of this"
         if first.lost_on == "device" and first.lost_ns > 1.005 * first.device_ns:
-            of_window += f". In the rest of the {duration(first.lost_ns)}, the GPU worked or was about to"
+            of_window += f". In the rest of the {duration(first.lost_ns)}, kernels ran or had been submitted"
         facts.append(Fact("The GPU waited", duration(first.device_ns), of_window))
     if first.lost_ns and first.lost_on != "device":
         label = {"host": "Host time lost", "copy engine": "Copy engine time lost", "device": "Device time lost"}.get(

@@ -109,7 +109,7 @@ def rows_chart(
     listed = [_listed(row, found.span) for row in shown[len(gpus) :]]
     program = [_listed(row, found.span) for row in (*threads, *streams) if not row.own] or listed
     busiest, _, work, share, *_ = max(program, key=lambda row: float(row[2][1]))
-    columns = ["Row", "Calls or executions", "Busy", "Busy, of the recording", "Waits and allocations", "Longest"]
+    columns = ["Row", "Calls or executions", "Busy", "Share of the recording", "Waits and allocations", "Longest"]
     spans = f"{count_text(len(items['t']))} calls and executions are kept one by one: the longest"
     spans += ", and those around the findings." if any(one.calls for one in findings) else "."
     return Chart(
@@ -118,10 +118,10 @@ def rows_chart(
         f"{words}. Busiest: {busiest}, for {work[0]}, {share[0]} of the recording.",
         spec,
         table("Threads and streams", columns, listed, _LISTED),
-        "Zoom in to see single calls: until then, a bar is as tall as the thread or stream was busy at the busiest "
-        f"moment in it. {spans} Click one to see its stack. A line connects a stream's wait with the work that it "
-        "waits for. An arrow leads to the end of a blocked call, from the last operation that ended before the call "
-        "returned. The page's address keeps the zoom and the call. To get all calls, use kvprobe export.",
+        "Zoom in to see single calls: until then, the height of a bar shows how busy the thread or stream was at "
+        f"the busiest moment in it. {spans} Click one to see its stack. A line connects a stream's wait with the work "
+        "that it waits for. An arrow leads to the end of a blocked call, from the last operation that ended before the "
+        "call returned. The page's address keeps the zoom and the call. To get all calls, use kvprobe export.",
     )
 
 

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvprobe.account import COPIES, HOST, Line
@@ -10,7 +11,7 @@ from kvprobe.diagnosis import diagnose
 from kvprobe.diagnosis.joined import ms
 from kvprobe.recordings import open_recording
 from kvprobe.recordings.intervals import Cover
-from kvprobe.recordings.model import Direction, Engine
+from kvprobe.recordings.model import Direction, Engine, Table
 
 DATA = Path(__file__).resolve().parents[1] / "gpu" / "data"
 STARVED = [
@@ -35,7 +36,7 @@ def test_preparing_ahead_saves_no_more_than_the_gpu_works(name):
     assert 0 < one.cure[0].predicted_saving_ns <= gpu.ns(Line.COMPUTING, *COPIES)
     assert "Prepare" in one.cure[0].text
     assert one.cure[0].predicted_saving_ns < one.lost_ns
-    assert any("hides" in evidence.text for evidence in one.evidence)
+    assert any("hidden" in evidence.text for evidence in one.evidence)
 
 
 @pytest.mark.parametrize("name", STARVED)
@@ -71,3 +72,33 @@ def test_a_full_queue_and_a_full_link_share_what_the_gpu_waited():
         one.cure[0].predicted_saving_ns for one in findings if one.cause in ("fence_before_copies", queue.cause)
     ]
     assert sum(of_queues) <= gpu.window_ns - busy
+
+
+def test_a_full_link_in_both_directions_is_one_wait():
+    recording = open_recording([DATA / "accounts/nsys/torch_layers_through_two_tensors.sqlite.gz"])
+    alone = next(one for one in diagnose(recording) if one.cause == "link_bound")
+    table = recording.executions
+    loads = np.flatnonzero((table["engine"] == Engine.COPY) & (table["direction"] == Direction.H2D))
+    both = {name: np.concatenate((table[name], table[name][loads])) for name in table}
+    both["direction"][table.rows :] = Direction.D2H  # at the same times, to the CPU as well
+    order = np.argsort(both["start_ns"], kind="stable")
+    recording.tables["executions"] = Table("executions", {name: column[order] for name, column in both.items()})
+    link = next(one for one in diagnose(recording) if one.cause == "link_bound")
+    assert sum("GB/s, the link busy" in one.text for one in link.evidence) == 2
+    assert link.lost_ns == pytest.approx(alone.lost_ns, rel=0.02)
+
+
+def test_reading_results_back_is_spoken_of_where_something_is_read_back():
+    told = {name: found(name)[1] for name in STARVED}
+    for name, findings in told.items():
+        one = next(finding for finding in findings if finding.cause == "gpu_starved")
+        reads = any("read results back" in change.text for change in one.cure)
+        table = open_recording([DATA / f"{name}.sqlite.gz"]).calls
+        assert not reads or (table["direction"] == Direction.D2H).any(), name
+
+
+def test_where_nothing_runs_the_wait_of_the_stream_is_said_to_remain():
+    _, findings = found("fresh/nsys/layers_handed_to_a_peer_that_is_late")
+    fence = next(one for one in findings if one.cause == "fence_before_copies")
+    assert fence.cure[0].predicted_saving_ns < 0.1 * fence.device_ns
+    assert any("no change below shortens that wait" in one.text for one in fence.evidence)

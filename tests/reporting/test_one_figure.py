@@ -62,7 +62,7 @@ def test_what_findings_cost_together_is_what_the_gpu_waited(page):
 
 def test_nothing_is_busy_for_longer_than_the_recording(page):
     rows = next(chart for chart in sections(page[2])["overview"].charts if chart.id == "rows").table
-    at = list(rows.columns).index("Busy, of the recording")
+    at = list(rows.columns).index("Share of the recording")
     shares = [row[at].value for row in rows.rows]
     assert any(row[0].text.startswith("steps and ranges") for row in rows.rows)
     assert 0.5 < max(shares) <= 1
