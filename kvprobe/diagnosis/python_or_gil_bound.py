@@ -212,7 +212,7 @@ def _by_submissions(joined: JoinedRecording) -> Finding | None:
         cure=(
             Change("Move the other thread's Python work to a process of its own", share=1.0),
             Change("Submit from native code, one call for many copies (cudaMemcpyBatchAsync, kvprobe's engine)"),
-            Change("sys.setswitchinterval(0.0005) as a stopgap", share=0.9),
+            Change("Call sys.setswitchinterval(0.0005) as a stopgap", share=0.9),
         ),
         reason="a thread that sleeps now 5, now 10 ms between its calls on purpose looks the same",
     )
@@ -337,7 +337,7 @@ def _cure(gaps: Gaps, signs: _Signs, of_all: float) -> list[Change]:
                 "Launch many kernels at once: a CUDA graph, torch.compile(mode='reduce-overhead')",
                 share=int(gaps.host_ns[signs.short].sum()) * of_all,
             ),
-            Change("Larger batches, fused kernels"),
+            Change("Use larger batches or fused kernels"),
         ]
     if (held := signs.locked | signs.slept).any():
         cure += [
@@ -345,9 +345,9 @@ def _cure(gaps: Gaps, signs: _Signs, of_all: float) -> list[Change]:
                 "Move the other thread's Python work to a process of its own",
                 share=int(gaps.host_ns[held].sum()) * of_all,
             ),
-            Change("sys.setswitchinterval(0.0005) as a stopgap"),
+            Change("Call sys.setswitchinterval(0.0005) as a stopgap"),
         ]
     if signs.collected.any():
         total = int(gaps.gc_ns[signs.collected].sum())
-        cure += [Change("gc.freeze() after start-up, and gc.collect() between requests", share=total * of_all)]
+        cure += [Change("Call gc.freeze() after start-up, and gc.collect() between requests", share=total * of_all)]
     return cure
