@@ -145,7 +145,7 @@ def _of_calls(joined: JoinedRecording, rows: Array, lost: int, pageable: Array) 
             MEASURED,
         ),
         Evidence(
-            f"the recorder says that the host memory of each is pageable ({int(pageable.sum())} copies in all)",
+            f"the recorder says that the host memory of each is pageable ({int(pageable.sum())} such copies in all)",
             int(pageable.sum()),
             "calls",
             LABELLED.replace("labelled", "named"),

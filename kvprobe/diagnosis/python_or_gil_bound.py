@@ -349,5 +349,5 @@ def _cure(gaps: Gaps, signs: _Signs, of_all: float) -> list[Change]:
         ]
     if signs.collected.any():
         total = int(gaps.gc_ns[signs.collected].sum())
-        cure += [Change("Call gc.freeze() after start-up, and gc.collect() between requests", share=total * of_all)]
+        cure += [Change("gc.freeze() after start-up, and gc.collect() between requests", share=total * of_all)]
     return cure
