@@ -64,7 +64,7 @@ def find(joined: JoinedRecording) -> Finding | None:
                 "ns",
                 MEASURED,
             ),
-            Evidence(f"most of it in {worst}: {ms(names[worst])}", names[worst], "ns", MEASURED),
+            Evidence(f"calls of {worst} alone took {ms(names[worst])}", names[worst], "ns", MEASURED),
             Evidence(
                 f"they asked for {asked / 1e6:,.1f} MB" if asked else "their sizes are not in the recording",
                 asked,
@@ -85,15 +85,17 @@ def _changes(names: dict[str, int]) -> list[Change]:
         "or cudaHostRegister)"
     )
     out = [Change(pool, share=1.0)]
-    of_host = Change("torch: reuse pinned tensors: .to('cpu', non_blocking=True) allocates a pinned one each time")
+    of_host = Change(
+        "In torch, reuse pinned tensors: .to('cpu', non_blocking=True) allocates a new pinned tensor each time"
+    )
     of_device = [
         Change(
-            "torch: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+            "In torch, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
             "environment",
             "PYTORCH_CUDA_ALLOC_CONF",
             "expandable_segments:True",
         ),
-        Change("cudaMallocAsync with a release threshold instead of cudaMalloc and cudaFree"),
+        Change("Use cudaMallocAsync with a release threshold instead of cudaMalloc and cudaFree"),
     ]
     out += [of_host] if pinning else []
     return [*out, *of_device] if pinning < sum(names.values()) else out

@@ -79,7 +79,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         ),
         cure=(
             Change(
-                "CUDA_DEVICE_MAX_CONNECTIONS=32 (or CUDA_DEVICE_MAX_COPY_CONNECTIONS=32, for copies) before CUDA "
+                "Set CUDA_DEVICE_MAX_CONNECTIONS=32 (or CUDA_DEVICE_MAX_COPY_CONNECTIONS=32, for copies) before CUDA "
                 f"starts: {channels} channel{'s become' if channels > 1 else ' becomes'} 32, for these {users} streams",
                 "environment",
                 "CUDA_DEVICE_MAX_CONNECTIONS",
@@ -92,6 +92,6 @@ def find(joined: JoinedRecording) -> Finding | None:
                 share=spared(joined, found, "channels", BATCHED),
             ),
             *merged(joined, found, "channels"),
-            Change("Limit the number of outstanding copies to channels x depth: more streams do not add slots"),
+            Change("Have no more copies outstanding than the channels hold together: more streams do not add slots"),
         ),
     )

@@ -88,7 +88,7 @@ def find(joined: JoinedRecording) -> Finding | None:
                 if over.any()
                 else ()
             ),
-            Evidence(f"{ms(mine)} of it on threads that launch compute", mine, "ns", MEASURED),
+            Evidence(f"threads that launch compute lost {ms(mine)} of this time", mine, "ns", MEASURED),
         ),
         cure=(
             Change(

@@ -83,7 +83,7 @@ def find(joined: JoinedRecording) -> Finding | None:
                 else ()
             ),
             Evidence(
-                f"the longest such submission is {joined.text(joined.name[worst])} of thread "
+                f"the longest submission that another call waited for is {joined.text(joined.name[worst])} of thread "
                 f"{int(joined.thread[worst])}, {ms(int(joined.dur[worst]))}",
                 int(joined.dur[worst]),
                 "ns",
@@ -109,7 +109,9 @@ def _cure(kinds: Array, ns: Array) -> list[Change]:
         )
     if created + named < 1:
         cure.append(
-            Change("Allocate and pin before serving; inside it take memory from a pool", share=1 - created - named)
+            Change(
+                "Allocate and pin before serving, and take memory from a pool while serving", share=1 - created - named
+            )
         )
     if named:
         cure.append(

@@ -184,8 +184,8 @@ def _inside_calls(joined: JoinedRecording, inside: _CpuWait, between: _CpuWait |
     throttled, by_quota = _by_quota(joined, inside.notes)
     evidence = [
         Evidence(
-            f"their threads waited {ms(waited)} for a CPU in the {ms(length)} around them, in which {len(rows):,} "
-            f"submissions took {ms(int(left.sum()))} longer than usual",
+            f"{len(rows):,} submissions took {ms(int(left.sum()))} longer than usual; in the {ms(length)} around them, "
+            f"their threads waited {ms(waited)} for a CPU",
             waited,
             "ns",
             KERNEL,
@@ -195,7 +195,10 @@ def _inside_calls(joined: JoinedRecording, inside: _CpuWait, between: _CpuWait |
     if between:
         evidence.append(
             Evidence(
-                f"another {ms(between.lost_ns)} were lost to it between their calls", between.lost_ns, "ns", KERNEL
+                f"between their calls, the threads waited another {ms(between.lost_ns)} for a CPU",
+                between.lost_ns,
+                "ns",
+                KERNEL,
             )
         )
     return joined.host_finding(

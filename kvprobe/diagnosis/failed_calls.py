@@ -99,9 +99,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         evidence=evidence,
         cure=(
             Change(f"Look at what {first.name} returned, at the line that made it: {first.error}", "call"),
-            Change(
-                "Ask for the error after each call while you look for it: CUDA_LAUNCH_BLOCKING=1, compute-sanitizer"
-            ),
+            Change("To find the call, make each call report its own error: CUDA_LAUNCH_BLOCKING=1, compute-sanitizer"),
         ),
     )
 

@@ -97,7 +97,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         return None
     lost = joined.excess_ns[rows]
     eager = Change(
-        "CUDA_MODULE_LOADING=EAGER, where start-up time matters less than the first requests",
+        "Set CUDA_MODULE_LOADING=EAGER, where start-up time matters less than the first requests",
         "environment",
         "CUDA_MODULE_LOADING",
         "EAGER",
@@ -128,7 +128,7 @@ def _evidence(joined: JoinedRecording, rows: Array, labelled: Array) -> list[Evi
     worst = rows[np.argmax(lost)]
     return [
         Evidence(
-            f"{len(rows):,} calls took {ms(int(lost.sum()))} longer than such calls usually take: each "
+            f"{len(rows):,} calls took {ms(int(lost.sum()))} longer than calls of the same name usually take: each "
             "is its process's first call of a function or kernel, or labelled as lazy loading",
             int(lost.sum()),
             "ns",

@@ -80,7 +80,7 @@ def open_question(joined: JoinedRecording) -> Finding | None:
         np.concatenate(taken),
         evidence=evidence,
         because="whether the device had something to compute meanwhile",
-        cure=(Change(f"If the model waits for them: {FEWER.text[:1].lower()}{FEWER.text[1:]}", "setting"),),
+        cure=(Change(f"If the model waits for these copies: {FEWER.text[:1].lower()}{FEWER.text[1:]}", "setting"),),
     )
 
 

@@ -56,7 +56,7 @@ def find(joined: JoinedRecording) -> Finding | None:
                 "Change nothing in the program: ignore these calls, or record with kvprobe's own interposer",
                 "recording",
             ),
-            Change("With Nsight Systems: a shorter capture window or a larger --cuda-flush-interval", "recording"),
+            Change("With Nsight Systems, use a shorter capture window or a larger --cuda-flush-interval", "recording"),
         ),
         least_ns=SLOW_NS,
     )

@@ -214,7 +214,7 @@ def _by_submissions(joined: JoinedRecording) -> Finding | None:
         cure=(
             Change("Move the other thread's Python work to a process of its own", share=1.0),
             Change("Submit from native code, one call for many copies (cudaMemcpyBatchAsync, kvprobe's engine)"),
-            Change("sys.setswitchinterval(0.0005) as a stopgap", share=0.9),
+            Change("Call sys.setswitchinterval(0.0005) as a stopgap", share=0.9),
         ),
         reason="a thread that sleeps now 5, now 10 ms between its calls on purpose looks the same",
     )
@@ -342,7 +342,7 @@ def _cure(gaps: Gaps, signs: _Signs, lost: int) -> list[Change]:
                 "Launch many kernels at once: a CUDA graph, torch.compile(mode='reduce-overhead')",
                 share=int(gaps.host_ns[signs.short].sum()) / lost,
             ),
-            Change("Larger batches, fused kernels"),
+            Change("Use larger batches or fused kernels"),
         ]
     if (held := signs.locked | signs.slept).any():
         cure += [
@@ -350,7 +350,7 @@ def _cure(gaps: Gaps, signs: _Signs, lost: int) -> list[Change]:
                 "Move the other thread's Python work to a process of its own",
                 share=int(gaps.host_ns[held].sum()) / lost,
             ),
-            Change("sys.setswitchinterval(0.0005) as a stopgap"),
+            Change("Call sys.setswitchinterval(0.0005) as a stopgap"),
         ]
     if signs.collected.any():
         total = int(gaps.gc_ns[signs.collected].sum())

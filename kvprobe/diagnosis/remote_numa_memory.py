@@ -59,8 +59,8 @@ def find(joined: JoinedRecording) -> Finding | None:
         ),
         cure=(
             Change(
-                "numactl --cpunodebind=N --membind=N with the GPU's node, or a memory policy before the pool is "
-                "allocated",
+                "Start with numactl --cpunodebind=N --membind=N for the GPU's node, or set a memory policy before the "
+                "pool is allocated",
                 "setting",
                 "numactl",
             ),

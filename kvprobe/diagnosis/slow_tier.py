@@ -112,7 +112,7 @@ def find(joined: JoinedRecording) -> Finding | None:
 _CURE = (
     Change("Read ahead: begin when a request is queued, on a thread that does not launch", share=1.0),
     Change(
-        "Keep more of it in CPU memory, so that less is read: `kvprobe size` says how much more is found there",
+        "Keep more blocks in CPU memory, so that fewer are read: `kvprobe size` says how many more are found there",
         "setting",
     ),
 )

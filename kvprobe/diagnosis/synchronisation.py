@@ -287,7 +287,7 @@ def _waited(joined: JoinedRecording, rows: Array, ns: Array, back: Array) -> Fin
                 if back.any()
                 else ()
             ),
-            Evidence(f"most of it in {worst}: {ms(names[worst])}", names[worst], "ns", MEASURED),
+            Evidence(f"calls of {worst} alone took {ms(names[worst])}", names[worst], "ns", MEASURED),
             *(
                 (
                     Evidence(

@@ -30,7 +30,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     known = (deep >= 0) & joined.recording.has_executions  # without executions depth is inferred where a queue was full
     evidence = [
         Evidence(
-            f"{len(rows):,} submissions took {ms(lost)} longer than such calls usually do; the longest "
+            f"{len(rows):,} submissions took {ms(lost)} longer than calls of the same name usually do; the longest "
             f"{ms(int(joined.dur[rows].max()))}",
             lost,
             "ns",

@@ -40,8 +40,8 @@ LEAST_SHARE, WORTH_A_CHANGE = 0.02, 0.05  # of the caller's time; nothing is bro
 
 CURE = (
     Change(
-        "Merge neighbours before the call: where source and destination both continue, one copy of the sum, up "
-        "to the end of the allocation or registration",
+        "Merge neighbours before the call: where source and destination both continue, make one copy of all their "
+        "bytes, up to the end of the allocation or registration",
         share=1.0,
     ),
     Change(

@@ -222,7 +222,7 @@ def _unread(joined: JoinedRecording, stores: Array) -> Finding | None:
                 "length",
                 share=1.0,
             ),
-            Change("A larger pool in CPU memory, so that blocks stay until they are asked for"),
+            Change("Use a larger pool in CPU memory, so that blocks stay until they are asked for"),
             Change("Switch storing off if almost nothing is ever loaded", share=1.0),
         ),
     )
