@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes as ct
+import gc
 import threading
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvprobe.errors import CudaError, TransferError, UsageError
-from kvprobe.offload import BlockPool
+from kvprobe.offload import BlockPool, Copies, Submitter
 
 
 def test_load_and_store_move_every_byte(bench):
@@ -500,3 +501,57 @@ def test_an_engine_that_ends_without_its_transfers_carries_none_of_them_out(benc
     assert all(load.failed for load in loads)
     b.runtime.stream_synchronize(compute)
     assert (b.bytes_of(b.gpu)[0] == 1).all()
+
+
+def allocated() -> int:
+    """Bytes that this process has from the C library's allocator."""
+
+    class Info(ct.Structure):
+        _fields_ = [
+            (name, ct.c_size_t)
+            for name in ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usm", "fsm", "used", "free", "keep"]
+        ]
+
+    try:
+        ask = ct.CDLL(None).mallinfo2
+    except AttributeError:
+        pytest.skip("the C library does not tell what is allocated")
+    ask.restype = Info
+    gc.collect()
+    told = ask()
+    return int(told.used + told.hblkhd)
+
+
+@pytest.mark.parametrize("asked_for", ["blocks", "addresses"])
+def test_what_is_closed_has_given_its_memory_back(bench, asked_for):
+    b, before = bench(layers=1), 0
+    whole, places = np.zeros(1, dtype=np.uint64), [(b.gpu.regions[0].address, b.cpu.regions[0].address)]
+    for number in range(8):
+        if number == 3:  # what is made once is there by now
+            before = allocated()
+        if asked_for == "blocks":
+            with b.engine(policy="pooled") as engine:
+                for i in range(200):
+                    engine.load([i % 64], [i % 64])
+        else:
+            submitter = Submitter(b.runtime, limits=b.limits, method="loop")
+            for _ in range(1000):
+                submitter.submit(Copies(whole, whole, 4096, None, places), "load")
+            submitter.wait()
+            submitter.close()
+            del submitter
+    assert allocated() - before < 1 << 20
+
+
+def test_an_engine_that_nothing_can_end_is_closed_all_the_same_and_says_so(bench):
+    b = bench(layers=1, virtual_clock=1)
+    compute, forward = b.runtime.stream_create(), b.runtime.stream_create()
+    engine = b.engine(policy="pooled", compute_stream=compute, stuck_after_s=0.0)
+    with b.runtime.gate() as gate:
+        gate.launch(compute)
+        load = engine.load([0], [0])
+        engine.fence(load, forward)  # it stands behind the gate, on the device
+        with pytest.raises(CudaError, match="wait forever"):
+            engine._close(drain=False)
+        assert not load.done
+        gate.open()
