@@ -44,11 +44,12 @@ ENGINE_HISTORIES = Check(  # of a changed Python file, which a process has to im
 )
 THREADS = Check("threads", ("-m", "tests.simulate", "0", "--threads", "--count", "300"), 40)
 OWN = {  # of C files whose part the engine's histories use only by the way
-    name: Check(f"tests/offload/{test}", (*PYTEST, f"tests/offload/{test}"), 120)
-    for name, test in {
-        "copy_methods.c": "test_copy_calls.py",
-        "wire.c": "test_wire.py",
-        "cells.c": "test_cells.py",
+    name: Check(" ".join(tests), (*PYTEST, *tests), 120)
+    for name, tests in {
+        "copy_methods.c": ["tests/offload/test_copy_calls.py"],
+        "wire.c": ["tests/offload/test_wire.py", "tests/offload/test_packed.py"],
+        "cells.c": ["tests/offload/test_cells.py"],
+        "reserve.c": ["tests/native/test_reserve_sanitizers.py", "tests/offload/test_packed.py"],
     }.items()
 }
 ENGINE = (

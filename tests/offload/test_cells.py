@@ -213,6 +213,24 @@ def test_normal_numbers_move_at_a_third_more_than_raw_and_random_ones_as_fast(po
         assert found["coded", "random"][direction] == pytest.approx(found["raw", "random"][direction], rel=0.01)
 
 
+def test_stores_into_cells_are_paced_while_compute_is_seen_and_never_loads(pools: Make) -> None:
+    """The rate of the table is a fiftieth of the link's."""
+    p = pools(blocks=64, gpu_bytes=16384)
+    compute, ids = p.runtime.stream_create(), np.random.default_rng(1).permutation(64)
+    with p.engine(compute_stream=compute, method="kernel") as engine:
+        p.fill("random")
+        engine._table.paced_store = 1_000_000_000
+
+        def took(ask: Callable[..., Any], before_ns: int) -> int:
+            p.runtime.launch_delay(compute, before_ns)
+            ended = ask(ids, ids).wait()
+            return int(ended.copy_end_ns - ended.copy_start_ns)
+
+        quiet, beside = took(engine.store, 0), took(engine.store, 1_000_000)
+        assert beside > 5 * quiet
+        assert took(engine.load, 1_000_000) < 5 * quiet
+
+
 # -- which wire -------------------------------------------------------------------------------------------------------
 
 

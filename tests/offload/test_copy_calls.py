@@ -186,6 +186,32 @@ def test_batches_hold_what_is_not_empty_and_no_more_than_their_limit(sizes, batc
     assert all(0 < len(batch) <= (batch_max or 4096) for batch in device.batches)
 
 
+def test_a_batch_before_cuda_13_says_where_it_fails_and_has_the_same_attributes():
+    """cudaMemcpyBatchAsync of CUDA 12.8 and 12.9: `failIdx` stands in front of the stream."""
+    seen: list[Any] = []
+
+    def batch(dst: Any, src: Any, size: Any, count: int, attributes: int, at: int, kinds: int, *rest: Any) -> int:
+        fails, stream = rest
+        kept = [(dst[i], src[i], size[i]) for i in range(count)]
+        seen.append((kept, kinds, ct.c_int.from_address(attributes).value, WORD.from_address(at).value, stream))
+        ct.c_size_t.from_address(fails).value = 0  # may be written
+        return 0
+
+    sizes, device, copies = ct.POINTER(WORD), Device(), scattered([5, 0, 7])
+    made = ct.CFUNCTYPE(ct.c_int, *[sizes] * 3, ct.c_size_t, pointer, pointer, ct.c_size_t, *[pointer] * 2)(batch)
+    device.copier.cuda.memcpy_batch_async = ct.cast(made, pointer).value
+    device.copier.cuda.runtime_version = 12080
+    assert device.submit("batch", copies)[:3] == (0, 3, 1)
+    assert seen == [([copies[0], copies[2]], 1, 1, 0, 0x5EED)]
+
+
+@pytest.mark.parametrize("method", ["batch", "kernel", "staged"])
+def test_of_no_copies_nothing_is_called(method):
+    device = Device()
+    assert device.submit(method, [])[:3] == (0, 0, 0)
+    assert not (device.launches or device.copied or device.batches)
+
+
 def test_a_batch_that_is_refused_ends_it_and_counts_as_called():
     device = Device(batch_max=2)
     device.code = 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes as ct
+import gc
 import threading
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvprobe.errors import CudaError, TransferError, UsageError
-from kvprobe.offload import BlockPool
+from kvprobe.offload import BlockPool, Copies, Submitter
 
 
 def test_load_and_store_move_every_byte(bench):
@@ -441,3 +442,116 @@ def test_a_device_lost_while_completions_are_looked_up_fails_the_transfer_being_
     assert all(transfer.done for transfer in transfers)
     assert any(transfer.state == "failed" for transfer in transfers)
     assert set(engine.held.values()) == {0}
+
+
+def test_what_an_engine_holds_is_told_while_it_is_in_use(bench):
+    b = bench(layers=1, virtual_clock=1)
+    compute, forward = b.runtime.stream_create(), b.runtime.stream_create()
+    with b.engine(policy="pooled", method="batch", compute_stream=compute) as engine, b.runtime.gate() as gate:
+        gate.launch(compute)
+        engine.fence(engine.load([0], [0]), forward)
+        assert engine.held == {"streams": 1, "events": 2, "fences": 0}  # in front of the copies and behind them
+        engine.fence(engine.store([1], [1]), forward)
+        assert engine.held == {"streams": 2, "events": 4, "fences": 0}
+        gate.open()
+        engine.wait()
+        assert set(engine.held.values()) == {0}
+
+
+@pytest.mark.parametrize("depth", [64, 256])
+def test_a_direction_takes_up_to_half_of_a_launch_queue_and_never_more(bench, depth):
+    """Both may stand in one hardware channel; room for 16 to 32 operations of others is left."""
+    b = bench(layers=1, depth=depth, blocks=4 * depth, virtual_clock=1, h2d_bytes_per_s=1e8)
+    with b.engine(policy="pooled", method="loop", link_bytes_per_s=1e12) as engine:
+        load, most = engine.load(range(0, 4 * depth, 2), range(0, 4 * depth, 2)), 0
+        while not load.done:
+            b.runtime.advance(10_000)
+            most = max(most, engine.read().in_flight_places[0])
+    assert depth / 2 - 18 <= most <= depth / 2
+
+
+def test_a_transfer_of_many_submissions_began_with_its_first_copy(bench):
+    """On the virtual clock, at a byte a nanosecond: 8 MiB take what they take, and the engine submits ahead."""
+    b = bench(layers=1, blocks=2048, virtual_clock=1, h2d_bytes_per_s=1e9)
+    order = np.random.default_rng(1).permutation(2048)
+    with b.engine(policy="pooled", method="batch", link_bytes_per_s=1e9) as engine:
+        load = engine.load(order, order).wait()
+        assert sum(engine.read().launches[0]) > 3
+    assert 2048 * 4096 <= load.copy_end_ns - load.copy_start_ns < 1.2 * 2048 * 4096
+
+
+@pytest.mark.parametrize("method", ["loop", "batch", "kernel"])
+def test_a_rate_that_is_asked_for_is_kept_over_a_whole_transfer(bench, method):
+    """A tenth of the link's; what a first submission carries at once is short beside all of it."""
+    b = bench(layers=1, blocks=2048, gpu_bytes=16384, cpu_bytes=16384, virtual_clock=1, h2d_bytes_per_s=1e10)
+    order = np.random.default_rng(1).permutation(2048)
+    with b.engine(policy="pooled", method=method, max_bytes_per_s=1e9) as engine:
+        load = engine.load(order, order).wait()
+    assert 0.8 * 2048 * 16384 < load.copy_end_ns - load.copy_start_ns < 1.2 * 2048 * 16384
+
+
+def test_an_engine_that_ends_without_its_transfers_carries_none_of_them_out(bench):
+    b = bench(layers=1, virtual_clock=1)
+    compute = b.runtime.stream_create()
+    b.bytes_of(b.gpu)[0][:] = 1
+    engine = b.engine(policy="pooled", compute_stream=compute)
+    b.runtime.launch_delay(compute, 1_000_000)
+    loads = [engine.load([i], [i]) for i in range(3)]
+    engine._close(drain=False)  # as one does that nobody closed
+    assert all(load.failed for load in loads)
+    b.runtime.stream_synchronize(compute)
+    assert (b.bytes_of(b.gpu)[0] == 1).all()
+
+
+def allocated() -> int:
+    """Bytes that this process has from the C library's allocator."""
+
+    class Info(ct.Structure):
+        _fields_ = [
+            (name, ct.c_size_t)
+            for name in ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usm", "fsm", "used", "free", "keep"]
+        ]
+
+    try:
+        ask = ct.CDLL(None).mallinfo2
+    except AttributeError:
+        pytest.skip("the C library does not tell what is allocated")
+    ask.restype = Info
+    gc.collect()
+    told = ask()
+    return int(told.used + told.hblkhd)
+
+
+@pytest.mark.parametrize("asked_for", ["blocks", "addresses"])
+def test_what_is_closed_has_given_its_memory_back(bench, asked_for):
+    b, before = bench(layers=1), 0
+    whole, places = np.zeros(1, dtype=np.uint64), [(b.gpu.regions[0].address, b.cpu.regions[0].address)]
+    for number in range(8):
+        if number == 3:  # what is made once is there by now
+            before = allocated()
+        if asked_for == "blocks":
+            with b.engine(policy="pooled") as engine:
+                for i in range(200):
+                    engine.load([i % 64], [i % 64])
+        else:
+            submitter = Submitter(b.runtime, limits=b.limits, method="loop")
+            for _ in range(1000):
+                submitter.submit(Copies(whole, whole, 4096, None, places), "load")
+            submitter.wait()
+            submitter.close()
+            del submitter
+    assert allocated() - before < 1 << 20
+
+
+def test_an_engine_that_nothing_can_end_is_closed_all_the_same_and_says_so(bench):
+    b = bench(layers=1, virtual_clock=1)
+    compute, forward = b.runtime.stream_create(), b.runtime.stream_create()
+    engine = b.engine(policy="pooled", compute_stream=compute, stuck_after_s=0.0)
+    with b.runtime.gate() as gate:
+        gate.launch(compute)
+        load = engine.load([0], [0])
+        engine.fence(load, forward)  # it stands behind the gate, on the device
+        with pytest.raises(CudaError, match="wait forever"):
+            engine._close(drain=False)
+        assert not load.done
+        gate.open()

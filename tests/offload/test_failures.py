@@ -27,14 +27,17 @@ def _equal(b, cpu, gpu):
     )
 
 
-@pytest.mark.parametrize(("method", "call"), [("batch", "cudaMemcpyBatchAsync"), ("kernel", "cuLaunchKernel")])
-def test_a_method_that_fails_is_not_asked_again_and_the_next_one_moves_the_same_bytes(bench, method, call):
+@pytest.mark.parametrize(
+    ("method", "call", "then"),
+    [("batch", "cudaMemcpyBatchAsync", "loop"), ("kernel", "cuLaunchKernel", "batch")],
+)
+def test_a_method_that_fails_is_not_asked_again_and_the_next_one_moves_the_same_bytes(bench, method, call, then):
     b = bench(blocks=64)
     gpu, cpu = _scattered(b)
     with b.engine(policy="pooled", method=method) as engine:
         b.runtime.fail_call(call, 1, 801)
         first = engine.load(cpu, gpu).wait()
-        assert method not in first.methods
+        assert first.methods == (then,)
         assert set(engine.methods_lost) == {method}
         assert "801" in engine.methods_lost[method]
         assert _equal(b, cpu, gpu)
@@ -101,6 +104,22 @@ def test_one_failing_query_fails_nothing(bench):
     assert _equal(b, cpu, gpu)
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_device_that_does_not_answer_once_or_twice_is_not_lost(bench, times):
+    """Neither the event nor its stream can be asked; on the virtual clock, where each look has its number."""
+    b = bench(blocks=32, virtual_clock=1, h2d_bytes_per_s=1e8)
+    gpu, cpu = _scattered(b)
+    with b.engine(policy="pooled", method="loop") as engine:
+        load = engine.load(cpu, gpu, after=None)
+        for _ in range(times):
+            for call in ("cudaEventQuery", "cudaStreamQuery"):
+                b.runtime.fail_call(call, 1, 999)
+            b.runtime.run_until(lambda: b.runtime.failed("cudaStreamQuery") >= 1)
+        load.wait()
+        assert engine.broken is None and b.runtime.failed("cudaStreamQuery") >= 1
+    assert _equal(b, cpu, gpu)
+
+
 def test_a_callback_that_waits_or_raises_harms_nobody(bench):
     b = bench(blocks=16)
     seen = []
@@ -153,12 +172,18 @@ def test_an_engine_that_cannot_be_made_leaves_nothing(bench, call, number):
 
 def test_a_child_of_a_fork_is_told_and_touches_nothing(bench):
     b = bench(blocks=16)
-    with b.engine(policy="pooled") as engine:
+    stream = b.runtime.stream_create()
+    with b.engine(policy="pooled") as engine, b.runtime.gate() as gate:
         engine.load([0], [0]).wait()
+        gate.launch(stream)
+        before = engine.load([2], [2], after=stream)
         child = os.fork()
         if not child:
             code = 1
             try:
+                signal.alarm(60)  # its threads are the parent's: it would wait for ever
+                with pytest.raises(TransferError, match="forked"):
+                    engine.fence(before, stream)
                 engine.load([0], [0])
             except TransferError as error:
                 engine.close()
@@ -166,6 +191,7 @@ def test_a_child_of_a_fork_is_told_and_touches_nothing(bench):
             finally:
                 os._exit(code)
         assert os.waitpid(child, 0)[1] == 0
+        gate.open()
         engine.load([1], [1]).wait()
 
 

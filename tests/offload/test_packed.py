@@ -183,6 +183,19 @@ def test_blocks_that_do_not_shrink_take_tails_until_none_is_left(pools: Make) ->
         assert p.cpu.tails_left == 2
 
 
+@pytest.mark.parametrize("said", [16385, 200_000, (1 << 32) - 1])
+def test_a_note_of_more_bytes_than_a_block_has_is_refused(pools: Make, said: int) -> None:
+    p = pools(gpu_blocks=4)
+    with p.engine() as engine:
+        p.put(0, [content(16384, "random", 1)])
+        engine.store([0], [0]).wait()
+        assert p.cpu.tails_left == p.cpu.tails - 1
+        assert p.cpu.cells is not None
+        p.cpu.cells.notes["bytes"][0] = said
+        with pytest.raises(CellError, match="more or fewer bytes"):
+            p.cpu.read(0, 0)
+
+
 def test_promised_tails_come_back_when_stores_end_fail_or_are_cancelled(pools: Make) -> None:
     p = pools(gpu_blocks=40, layers=2)
     tails, compute = p.cpu.tails, p.runtime.stream_create()

@@ -52,6 +52,27 @@ def test_streams_that_only_wait_for_events_are_told(shared):
         assert r.streams["device"].tolist() == r.streams["process"].tolist()  # each rank has a GPU of its own
 
 
+def test_a_stream_that_only_waits_is_of_no_device_where_its_process_has_several(tmp_path):
+    one = 5 << 24
+    path = make(
+        tmp_path / "a.sqlite",
+        "CREATE TABLE StringIds (id INTEGER, value TEXT)",
+        "INSERT INTO StringIds VALUES (1, 'cudaStreamWaitEvent'), (2, 'cudaMemcpyAsync')",
+        "CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER, end INTEGER, globalTid INTEGER, "
+        "correlationId INTEGER, nameId INTEGER)",
+        f"INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (1, 2, {one}, 1, 1), (3, 4, {one}, 2, 2), (5, 6, {one}, 3, 2)",
+        "CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (start INTEGER, end INTEGER, deviceId INTEGER, streamId INTEGER, "
+        "correlationId INTEGER, globalPid INTEGER, bytes INTEGER, copyKind INTEGER)",
+        f"INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (4, 5, 0, 7, 2, {one}, 8, 1), (6, 7, 1, 8, 3, {one}, 8, 1)",
+        "CREATE TABLE CUPTI_ACTIVITY_KIND_SYNCHRONIZATION (start INTEGER, end INTEGER, streamId INTEGER, "
+        "correlationId INTEGER, globalPid INTEGER, eventId INTEGER)",
+        f"INSERT INTO CUPTI_ACTIVITY_KIND_SYNCHRONIZATION VALUES (1, 2, 9, 1, {one}, 3)",
+    )
+    r = open_recording([path])
+    devices = dict(zip(r.streams["handle"].tolist(), r.streams["device"].tolist(), strict=True))
+    assert devices == {7: 0, 8: 1, 9: -1}
+
+
 def test_oldest_schema_with_a_byte_that_is_no_utf8_is_read(shared):
     r = shared.open("extrap")
     assert count(r, "cudaMemcpyAsync") == 30 and count(r, "cudaLaunchKernel") == 12
