@@ -181,7 +181,7 @@ def test_a_child_of_a_fork_is_told_and_touches_nothing(bench):
         if not child:
             code = 1
             try:
-                signal.alarm(60)  # its threads are the parent's: it would wait for ever
+                signal.alarm(10)  # its threads are the parent's: it would wait for ever
                 with pytest.raises(TransferError, match="forked"):
                     engine.fence(before, stream)
                 engine.load([0], [0])
