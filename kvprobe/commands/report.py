@@ -76,7 +76,8 @@ def command(
             click.echo(plain(f"{note[:1].upper()}{note[1:]}."))
         for line in account_lines(findings.account):
             click.echo(plain(line))
-        named = [one for one in findings if one.confidence != "cannot tell" and one.severity != "info"]
+        told = [one for one in findings if one.confidence != "cannot tell"]
+        named = [one for one in told if one.severity != "info"]
         if verdict.state == "undecided":
             _print_undecided(verdict, findings)
         elif named:
@@ -84,6 +85,8 @@ def command(
                 click.echo(plain(line))
             for one in named[1:]:
                 click.echo(plain(f"also: {one.title} ({one.cause})"))
+            for one in [one for one in told if one.severity == "info"]:
+                click.echo(plain(f"also, for information: {one.title} ({one.cause})"))
         else:
             click.echo(plain(f"Healthy: {verdict.reason}."))
             for one in [one for one in findings if not one.abstains and one.lost_ns][:1]:

@@ -44,9 +44,13 @@ def find(joined: JoinedRecording) -> Finding | None:
     behind = int((2 * busy > ns).sum())
     launching = np.isin(joined.kind[rows], [CallKind.LAUNCH, CallKind.GRAPH, CallKind.MEMSET])
     of_launches = 2 * int(ns[launching].sum()) > int(ns.sum())
+    streams = np.unique(joined.stream[rows])
+    waited = joined.stream_name(int(streams[0])) if len(streams) == 1 else f"{len(streams)} streams"
+    whose = "its launch queue" if len(streams) == 1 else "their launch queues"
+    waited = waited.replace("{", "{{").replace("}", "}}")  # a program may name its streams as it likes
     return joined.host_finding(
         CAUSE,
-        "{calls} submissions waited {lost}: the launch queue filled up while its stream waited for an event",
+        f"{{calls}} submissions waited {{lost}}: {waited} waited for an event, and {whose} filled up",
         "certain" if told and behind else "likely",
         rows,
         ns,

@@ -100,11 +100,11 @@ def _evidence(gaps: Gaps, mine: Array, lost: int, beside: int, span: int) -> lis
     if beside < 0.995 * lost:
         said.append(
             Evidence(
-                f"if each step is prepared while the GPU runs the one before, {ms(beside)} of the {ms(lost)} are "
-                "hidden; the rest takes longer than the GPU runs between two gaps",
+                f"at most {ms(beside)} of these {ms(lost)} of preparation fit beside the GPU's work, because the GPU "
+                "works for too short a time between the gaps",
                 beside,
                 "ns",
-                MEASURED,
+                INFERRED,
             )
         )
     return said
@@ -117,14 +117,14 @@ def _cure(joined: JoinedRecording, calls: Array, part: float) -> list[Change]:
     waits = callers & ((joined.kind == CallKind.SYNC) | (joined.kind == CallKind.COPY_SYNC))
     out = [
         Change(
-            "Prepare the next step while the last one runs (vLLM: --async-scheduling; SGLang: leave its overlap "
+            "Prepare the next step while the current one runs (vLLM: --async-scheduling; SGLang: leave its overlap "
             "schedule on; a data loader: workers of its own, with pin_memory)",
             share=part,
         )
     ]
     if waits.any():
-        first = "read results back" if (callers & reads).any() else "wait for the GPU"
-        out.append(Change(f"Launch ahead: do not {first} before the next step has been launched"))
+        first = "read back the results of" if (callers & reads).any() else "wait for"
+        out.append(Change(f"Launch step n+1 first, then {first} step n"))
     if part < _MOST:
         out.append(Change("Make the preparation itself shorter: it takes longer than the GPU's part of a step"))
     return [

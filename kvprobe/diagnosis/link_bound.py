@@ -90,6 +90,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     chosen: list[Array] = []
     losses: list[Array] = []
     evidence: list[Evidence] = []
+    beside = ""  # what other findings explain
     kernel = table["engine"] == Engine.KERNEL
     for process in distinct(table["process"]).tolist():
         mine = kernel & (table["process"] == process)
@@ -114,6 +115,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         if exposed - left >= 0.005 * exposed:
             text = f"other findings explain {ms(exposed - left)} of the {ms(exposed)} in which only copies run"
             evidence.append(Evidence(text, exposed - left, "ns", INFERRED))
+            beside = " that no other finding explains"
     if not chosen:
         return None
     rows = np.concatenate(chosen)
@@ -121,7 +123,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     together = f", {gpus} GPUs together" if gpus > 1 else ""
     return joined.device_finding(
         CAUSE,
-        f"The link is the limit: for {{lost}}, only copies ran, at its full rate{together}",
+        f"The link is the limit: for {{lost}}{beside}, only copies ran, at its full rate{together}",
         "certain",
         rows,
         np.concatenate(losses),

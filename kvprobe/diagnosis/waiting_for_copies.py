@@ -42,9 +42,9 @@ AHEAD = Change(
     share=1.0,
 )
 HELD = Change(
-    "Let loads run while the model computes. Here they are submitted early, but have to wait in their stream. Load "
-    "into a second buffer, so that a load need not wait for the kernels that read the first one; use a stream for "
-    "loads only",
+    "Let loads run while the model computes: load into a second buffer, which no running kernel reads, on a stream for "
+    "loads only. Today most of the loads are submitted while kernels run, but their stream makes them wait until these "
+    "kernels have ended",
     share=1.0,
 )
 BEHIND = Change(

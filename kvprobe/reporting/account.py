@@ -46,11 +46,11 @@ def _link(gpu: GpuAccount, line: Line) -> str:
     made = [one for one in gpu.links if one.bytes_per_s]
     if line not in (Line.AT_LINK_RATE, Line.BELOW_LINK_RATE) or not made:
         return ""
-    said = [rate(one.bytes_per_s) + (", assumed" if one.assumed else "") for one in made]
+    said = [rate(one.bytes_per_s) + (" (assumed)" if one.assumed else "") for one in made]
     least, most = min(made), max(made)
     if most.bytes_per_s - least.bytes_per_s > ALIKE * most.bytes_per_s:
-        return f" ({said[0]} to the GPU, {said[1]} from it)"
-    return f" ({said[made.index(most)]})"
+        return f" of {said[0]} to the GPU and {said[1]} from it"
+    return f" of {said[made.index(most)]}"
 
 
 def account_lines(account: Account) -> list[str]:
@@ -171,6 +171,6 @@ def _threads(account: Account) -> TableView:
         ["Thread", "Process", *titles, "GPU computing during its waits"],
         rows,
         "Each figure is a share of the thread's own serving window. Submitting includes calls that record events. In a "
-        "program with Python, all time outside of CUDA calls counts as Python, unless the recording shows that the "
-        'thread read files or had no CPU; "in other code" is then other CUDA calls.',
+        'program with Python, time outside of CUDA calls counts as "in Python", unless the recording shows that the '
+        'thread read files or had no CPU. In such a program, "in other code" means in CUDA calls of other kinds.',
     )

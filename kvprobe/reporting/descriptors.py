@@ -1,4 +1,4 @@
-"""The tables "Transfers by descriptor": how copies were cut into calls, and what merging neighbours would give."""
+"""The tables "Copies by stream and direction": how copies were cut into calls, and what merging them would give."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ __all__ = ["DIRECTIONS", "costly", "descriptor_table", "submitters_table"]
 DIRECTIONS = {Direction.H2D: "to the GPU", Direction.D2H: "to the CPU", Direction.D2D: "on the GPU"}
 SHOWN = 12  # rows
 NEARLY_ALL = 0.99  # of the time: what follows cost little
+_ALLOW = (
+    '"Calls allow" is the highest rate at which one thread could submit these bytes: the bytes of an average call, '
+    "divided by the median time of a call. If it is above the link's rate, the calls are not the limit."
+)
 _RUNS = (
     "In the serving window. A burst is a series of copies that one thread submits to the stream without a pause. A run "
     "is a series of copies in a burst, each of which begins where the one before ends, at the source and at the "
     'destination, so that one copy would be enough. "Merging saves" is the host time of the calls that merging would '
-    'save, while the queue has free slots. "Calls allow" is the rate at which calls of the median size and duration '
-    "move bytes."
-)
+    "save, while the queue has free slots. "
+) + _ALLOW
 _NO_PLACES = (
     "In the serving window. The recorder leaves out the addresses of copies, so it is not known which of them are "
-    'neighbours. kvprobe run records addresses. "Calls allow" is the rate at which calls of the median size and '
-    "duration move bytes."
-)
+    "neighbours. kvprobe run records addresses. "
+) + _ALLOW
 _BATCHES = " Of a batch only the first address is recorded."
 
 

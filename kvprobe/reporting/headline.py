@@ -145,8 +145,10 @@ def saving_text(change: Change, before: Sequence[Change] = ()) -> str:
     for. A saving is promised once: one that equals that of a change `before` it is the same time.
     """
     promise = change.predicted_saving_ns, change.thread_saving_ns
-    if any(promise) and promise in [(one.predicted_saving_ns, one.thread_saving_ns) for one in before]:
-        return f"instead of another change: the same {duration(promise[0] or promise[1])}"
+    promised = [(one.predicted_saving_ns, one.thread_saving_ns) for one in before]
+    if any(promise) and promise in promised:
+        does, much = "saves" if promise[0] else "frees the thread for", duration(promise[0] or promise[1])
+        return f"instead of change {promised.index(promise) + 1}: {does} the same {much}, not {much} more"
     if change.kind == "recording":
         return ""
     if change.predicted_saving_ns is None:
@@ -154,10 +156,11 @@ def saving_text(change: Change, before: Sequence[Change] = ()) -> str:
     saved, spared = change.predicted_saving_ns, change.thread_saving_ns or 0
     if saved <= 0:
         if spared:
-            return f"predicted to free the thread for {duration(spared)}, but the GPU does not wait for this thread"
+            freed = f"predicted to free the thread for {duration(spared)}"
+            return f"{freed}; saves no wall time, because the GPU does not wait for this thread"
         return "predicted to save nothing here"
     if spared > saved:
-        return f"predicted to save {duration(saved)} of wall time; the thread loses {duration(spared)} less"
+        return f"predicted to save {duration(saved)} of wall time, and to free the thread for {duration(spared)}"
     return f"predicted to save {duration(saved)}"
 
 
@@ -171,7 +174,7 @@ def terminal_lines(recording: Recording, finding: Finding) -> list[str]:
         same = [one for one in finding.where if one.thread == call.thread]
         stream = call.stream_name or (same[0].stream_name if same else "")
         made = f", called at {call.line}" if call.line else ""
-        out.append(f"  its worst call  {call.name}{call_text(call, direction_text(recording, call.row), stream)}{made}")
+        out.append(f"  worst of these  {call.name}{call_text(call, direction_text(recording, call.row), stream)}{made}")
     for first in finding.cure[:1]:
         saving = saving_text(first)
         out.append(f"  first change    {first.text}{f', at {first.at}' if first.at else ''}")
@@ -311,9 +314,10 @@ def _facts_of(first: Finding) -> list[Fact]:
     """The costliest finding in figures."""
     facts = []
     if first.device_share is not None and first.device_ns is not None:
-        of_window = f"{percent(first.device_share)} of the window: no kernel ran because of this"
+        of_window = f"for {percent(first.device_share)} of the window, this kept the GPU from running a kernel"
         if first.lost_on == "device" and first.lost_ns > 1.005 * first.device_ns:
-            of_window += f". In the rest of the {duration(first.lost_ns)}, kernels ran or had been submitted"
+            rest = duration(first.lost_ns - first.device_ns)
+            of_window += f". For the other {rest} of the {duration(first.lost_ns)}, the GPU did not wait for this"
         facts.append(Fact("The GPU waited", duration(first.device_ns), of_window))
     if first.lost_ns and first.lost_on != "device":
         label = {"host": "Host time lost", "copy engine": "Copy engine time lost", "device": "Device time lost"}.get(

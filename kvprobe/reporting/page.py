@@ -24,7 +24,7 @@ from kvprobe.reporting import headline
 from kvprobe.reporting.inputs import Input
 from kvprobe.reporting.inputs import sections as apart
 from kvprobe.reporting.streams import process_name
-from kvprobe.reporting.units import NONE, bytes_text, value_text
+from kvprobe.reporting.units import NONE, bytes_text, rate, value_text
 from kvprobe.reporting.views import Chart, Section, table
 from kvprobe.version import version
 
@@ -101,6 +101,7 @@ def build_page(recording: Recording | None = None, **page: Unpack[Page]) -> str:
     first = [one for one in sections if one.id == "account"]
     sections = [one for one in (*extra, *sections) if (one.charts or one.tables or one.bars) and one not in first]
     provenance, commands, notes = _provenance(recording)
+    notes += _assumed(findings)
     drawn = [chart for one in sections for chart in one.charts] + [one["chart"] for one in shown or [] if one["chart"]]
     return _render(
         title=title or _title(recording),
@@ -116,6 +117,17 @@ def build_page(recording: Recording | None = None, **page: Unpack[Page]) -> str:
         notes=notes,
         interactive=page.get("interactive", False),
     )
+
+
+def _assumed(findings: Examination | None) -> list[str]:
+    """The rates of a link that the account went by and the recording does not tell, a line each."""
+    links = [one for gpu in findings.account.gpus for one in gpu.links] if findings is not None else []
+    rates = dict.fromkeys(rate(one.bytes_per_s) for one in links if one.assumed and one.bytes_per_s)
+    return [
+        f"assumed: the link gives {one} (PCIe 5.0 x16), because the recording neither tells its rate nor holds a "
+        "large copy of pinned memory"
+        for one in rates
+    ]
 
 
 def write_report(recording: Recording | None, path: str | os.PathLike[str], **page: Unpack[Page]) -> Path:

@@ -186,7 +186,7 @@ def _sections(
         charts.section("transfers", "Transfers", "", [_split(recording)]),
         charts.section(
             "descriptors",
-            "Transfers by descriptor",
+            "Copies by stream and direction",
             by_descriptor,
             [],
             [copies, descriptors.submitters_table(recording)],

@@ -110,18 +110,23 @@ def rows_chart(
     program = [_listed(row, found.span) for row in (*threads, *streams) if not row.own] or listed
     busiest, _, work, share, *_ = max(program, key=lambda row: float(row[2][1]))
     columns = ["Row", "Calls or executions", "Busy", "Share of the recording", "Waits and allocations", "Longest"]
-    spans = f"{count_text(len(items['t']))} calls and executions are kept one by one: the longest"
-    spans += ", and those around the findings." if any(one.calls for one in findings) else "."
+    kept = count_text(len(items["t"]))
+    spans = (
+        f"The page keeps {kept} calls and executions one by one: the longest, and those around the findings."
+        if any(one.calls for one in findings)
+        else f"The page keeps the {kept} longest calls and executions one by one."
+    )
     return Chart(
         "rows",
         "Threads and streams",
         f"{words}. Busiest: {busiest}, for {work[0]}, {share[0]} of the recording.",
         spec,
         table("Threads and streams", columns, listed, _LISTED),
-        "Zoom in to see single calls: until then, the height of a bar shows how busy the thread or stream was at "
-        f"the busiest moment in it. {spans} Click one to see its stack. A line connects a stream's wait with the work "
-        "that it waits for. An arrow leads to the end of a blocked call, from the last operation that ended before the "
-        "call returned. The page's address keeps the zoom and the call. To get all calls, use kvprobe export.",
+        "Zoom in to see single calls. Until then, each bar stands for a stretch of time, and its height shows how "
+        f"busy the thread or stream was in the busiest part of it. {spans} Click one to see its stack. A line connects "
+        "a stream's wait with the work that it waits for. An arrow leads to the end of a blocked call, from the last "
+        "operation that ended before the call returned. The address in the browser contains the zoom and the call that "
+        "you clicked: copy it to come back to them. To get all calls, use kvprobe export.",
     )
 
 

@@ -304,13 +304,15 @@ def occupancy_charts(
         times, level = _until_idle(recording, one, *depth_series(recording, one))
         lines.append(Points(_queue_name(recording, one), times, level, steps=True))
     top = deepest[0]
-    words.append(
-        f"Calls on {_queue_name(recording, top)} began with up to {int(top.depth.max(initial=0)):,} others outstanding."
-    )
+    most = f"{int(top.depth.max(initial=0)):,} others outstanding"
+    again = f"no call began with more than {most}"  # of which the rest is said in one sentence
+    ends = queues.reason.removeprefix(again) if queues.reason.startswith(again) else ""
+    words.append(f"Calls on {_queue_name(recording, top)} began with up to {most}{ends}.")
     if len(deepest) > DRAWN:
         rest = max(int(one.depth.max(initial=0)) for one in deepest[DRAWN:])
         words.append(f"{len(deepest) - DRAWN} more streams are not drawn: they had at most {rest:,} outstanding.")
-    words.append(queues.reason[:1].upper() + queues.reason[1:] + ".")
+    if not queues.reason.startswith(again):
+        words.append(queues.reason[:1].upper() + queues.reason[1:] + ".")
     ceilings = {one.ceiling for one in deepest[:DRAWN] if one.ceiling > 0}
     known = recording.machine.get("queue_depth")
     levels = [(float(c), f"full at {c:,}") for c in sorted(ceilings)]

@@ -303,7 +303,7 @@ def descriptor_sum(recording: Recording) -> SummaryTable:
         ("Stream", "text"),
     ]
     note = "" if has_addresses(recording) else "The recorder does not tell the addresses of copies: runs are not known."
-    return SummaryTable("descriptors", "Copies by descriptor (host time)", columns, listed, note)
+    return SummaryTable("descriptors", "Copies by stream and direction (host time)", columns, listed, note)
 
 
 def tier_sum(recording: Recording) -> SummaryTable:

@@ -129,3 +129,29 @@ def test_what_was_proven_is_not_called_unproven_in_an_undecided_recording(kvprob
     assert "\nUndecided: " in out
     assert "not proven" not in out
     assert "The profiler itself" in (tmp_path / "page.html").read_text()
+
+
+ACCOUNTS = Path(__file__).parents[1] / "gpu/data/accounts/nsys"
+
+
+def test_the_terminal_names_the_further_findings_that_the_page_counts(kvprobe, tmp_path: Path) -> None:
+    recording = ACCOUNTS / "a_prefix_loaded_into_each_request_s_own_slots.sqlite.gz"
+    _, out, _ = kvprobe("report", recording, "-o", tmp_path / "page.html")
+    also = [line for line in out.splitlines() if line.startswith("also")]
+    assert [line.partition(":")[0] for line in also] == ["also, for information"]
+    assert f"<dt>Other findings</dt><dd>{len(also)}<" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "assumed"),
+    [
+        ("blocks_of_16_kib_restored_before_each_prefill", True),
+        ("stores_of_a_prefill_hold_back_the_next_one", False),
+    ],
+)
+def test_a_rate_that_is_assumed_stands_among_the_assumptions(kvprobe, tmp_path: Path, name: str, assumed) -> None:
+    _, out, _ = kvprobe("report", ACCOUNTS / f"{name}.sqlite.gz", "-o", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    section = page[page.index("What was not read, left out or assumed") :]
+    assert ("<li>assumed: the link gives 55.0" in section.replace("&nbsp;", " ")) == assumed
+    assert ("GB/s (assumed)" in out) == assumed

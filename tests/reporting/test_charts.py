@@ -226,3 +226,10 @@ def test_the_words_and_the_line_of_outstanding_submissions_agree(shared_data: Pa
     assert "began with up to 1,141 others outstanding." in chart.summary
     assert max(max(filter(None, line["hi"])) for line in chart.spec["series"]) == 1_142
     assert chart.how.endswith("it shows one more than the others that were outstanding then.")
+
+
+def test_how_deep_a_queue_was_is_said_once() -> None:
+    path = Path(__file__).parents[1] / "gpu/data/accounts/nsys/a_server_that_waits_at_an_empty_queue.sqlite.gz"
+    recording = open_recording(path)
+    charts = {chart.id: chart for one in view(recording, examination(recording)).sections for chart in one.charts}
+    assert charts["occupancy"].summary.count("outstanding") == 1

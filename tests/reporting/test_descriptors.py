@@ -1,4 +1,4 @@
-"""Transfers by descriptor: the page shows what the copies were cut into, and says once what was not recorded."""
+"""Copies by stream and direction: the page shows what the copies were cut into, and says once what was not recorded."""
 
 import sys
 from pathlib import Path
