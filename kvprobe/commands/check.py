@@ -98,12 +98,13 @@ def command(
 ) -> int:
     """Check recordings against limits: exit code 1 if a limit is exceeded or cannot be decided, 0 if all limits hold.
 
-    Without any limit, the check fails if there is a critical finding. With limits, it passes critical findings that no
-    limit covers. CAUSE is the name of a cause or a part of the name, such as "pageable". "saturation" stands for every
-    cause that goes back to a full launch queue. Only the serving window is judged, not the start-up.
+    Without any limit, the check fails if there is a critical finding. With limits, a critical finding that no limit
+    covers does not fail the check. CAUSE is the name of a cause or a part of the name, such as "pageable". "saturation"
+    stands for every cause that goes back to a full launch queue. Only the serving window is judged, not the start-up.
 
-    A recording that is cut off, empty or does not show enough is undecided. A limit still fails if
-    the recording exceeds it. The other limits are skipped, and the exit code is 1 unless you pass --allow-undecided.
+    A recording that is cut off, empty or does not show enough is undecided. A limit that the recording exceeds still
+    fails, and the exit code is 1 even with --allow-undecided. The other limits are skipped. The exit code is then 1,
+    too, unless you pass --allow-undecided.
     """
     from kvprobe.errors import RecordingError
     from kvprobe.reporting import check_writable

@@ -221,8 +221,8 @@ def show(outcome: dict[str, Any]) -> None:
     for name, side in (("", "left"), ("shared stream", "right"), ("auto, after the switch", "right")):
         table.add_column(name, justify=side)  # type: ignore[arg-type]
     for text, key in (
-        ("load() time per copy, p50", "load_p50_ns"),
-        ("load() time per copy, p99", "load_p99_ns"),
+        ("load() time / its copies, p50", "load_p50_ns"),
+        ("load() time / its copies, p99", "load_p99_ns"),
         ("longest whole load()", "longest_call_ns"),
         ("model step, p50", "step_p50_ns"),
         ("model step, p99", "step_p99_ns"),
@@ -257,9 +257,10 @@ def show(outcome: dict[str, Any]) -> None:
             f"being loaded; once dedup was on, it skipped {avoided / 1e9:.2f} GB of such loads",
             highlight=False,
         )
+    memory = "simulated GPU memory" if outcome["provider"] == "host" else "GPU memory"
     console.print(
-        f"compared all blocks that requests read, {outcome['bytes_verified'] / 1e9:.2f} GB, in CPU memory and on the "
-        "GPU: all bytes are equal",
+        "compared all blocks that requests read, in both phases and before them with one request at a time, "
+        f"{outcome['bytes_verified'] / 1e9:.2f} GB together, in CPU memory and in {memory}: all bytes are equal",
         highlight=False,
     )
     console.print(f"report: {outcome['report']}", highlight=False)

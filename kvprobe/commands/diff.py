@@ -29,12 +29,15 @@ __all__ = ["command", "side_by_side"]
 def command(before: Path, after: Path, output: Path | None, force: bool, as_json: bool, window: WindowOptions) -> int:
     """Say whether AFTER is better than BEFORE, and what changed: findings gone or new, calls slower or faster.
 
-    kvprobe compares what each finding cost, and what a typical submission costs in the calls that both recordings have.
-    Recordings differ in length, so kvprobe compares lost time as a share of the recorded time. A difference counts if
-    it is at least 1% of the recorded time.
+    kvprobe compares what each finding cost. For the calls that both recordings have, it compares how long a typical
+    submission takes. Recordings differ in length, so the cost of a finding is a share: of the serving window if the
+    recording shows the GPU, else of the time of the threads. The lost time beside the share can be more than
+    this share of the window, because a thread can lose time while the GPU computes. A difference counts if it is at
+    least 1%.
 
-    A call counts as slower or faster if its time changed by more than 5% and the 95% interval of the ratio (by block
-    bootstrap) does not include 1.
+    A call counts as slower or faster if its time changed by more than 5% and the 95% interval of the change (by block
+    bootstrap) does not include 1. "1.31x lower" with an interval of "0.69x to 5.79x" means that the time before is 1.31
+    times the time after, and that the data fit everything from 0.69 to 5.79 times.
 
     A recording that is cut off, empty or does not show enough cannot prove that a finding is gone. The result is then
     undecided, and the exit code is 1. --from, --to and --range compare a part of each recording.
@@ -119,7 +122,11 @@ def _print(conclusion: Conclusion, changes: list[FindingChange], calls: list[Cal
     if not changes:
         console.print("Findings: none in either recording.")
     else:
-        console.print(Text("Findings: time lost (share of the window that it cost), before -> after", style="italic"))
+        title = (
+            "Findings: share of the window that each cost, before -> after (in brackets: all time that threads, copies "
+            "or the GPU lost)"
+        )
+        console.print(Text(title, style="italic"))
         for change in changes:
             lost = [
                 cost_text(ns, share)
@@ -143,7 +150,7 @@ def _print(conclusion: Conclusion, changes: list[FindingChange], calls: list[Cal
         header_style="dim",
     )
     wide = console.width >= 78
-    for name in ("Call", "Before", "After", "Change", *(["95% interval"] if wide else []), ""):
+    for name in ("Call", "Before", "After", "Change", *(["its 95% interval"] if wide else []), ""):
         grid.add_column(
             name, justify="left" if name in ("Call", "") else "right", no_wrap=name != "Call", overflow="fold"
         )

@@ -41,7 +41,7 @@ def command(
 ) -> None:
     """Read recordings of Nsight Systems, the PyTorch profiler or kvprobe and write a page that says what is wrong.
 
-    kvprobe judges several inputs together, and so the files of a folder with a file for each rank. The page first
+    Several inputs are judged together. A folder with one file for each rank is judged in the same way. The page first
     compares the inputs, and then has a section for each input. The page is one file that opens without a network.
     """
     from kvprobe.reporting import check_writable, write_report

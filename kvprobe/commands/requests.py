@@ -38,12 +38,15 @@ __all__ = ["command", "document", "served"]
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: waits, phases, late steps and requests.")
 @window_options
 def command(inputs: tuple[Path, ...], steps_by: str, otlp: str | None, as_json: bool, window: WindowOptions) -> int:
-    """Say how long requests waited for their tokens, which were late, and which lines of the account made them so.
+    """Say how long requests waited for their tokens, which requests were late, and which lines of the account say why.
 
     The account says where the time of each GPU went, in lines such as "computing" and "waiting for copies". The
-    recording must show the steps of the server, from `kvprobe.mark`, the socket of a run folder, or NVTX ranges. A step
-    is late if it took longer than Tukey's outer fence of similar steps: the third quartile plus three times the
-    interquartile range. The exit code is 1 if nothing can be decided.
+    recording must show the steps of the server: the server calls `kvprobe.mark` at each step, sends each step to the
+    socket `steps.sock` in the run folder, or names its steps in NVTX ranges (--steps-by). docs/requests.md shows how.
+
+    A request is late if it waited too long for at least one token. A wait or a step is too long if it is above Tukey's
+    outer fence of similar ones (the third quartile plus three times the interquartile range), and at least 10% longer
+    than their median. The exit code is 1 if nothing can be decided.
 
     With --otlp, kvprobe sends spans of each request to OpenTelemetry: its queue, transfers, first token and late
     tokens. Each span carries the lines of the account as attributes. If the server named its trace, kvprobe's spans are

@@ -63,7 +63,8 @@ class CannotRunError(KvprobeError):
     default="off",
     show_default=True,
     help=(
-        "auto: change how COMMAND copies, by adapters and by staging pageable memory, where a measurement shows a gain."
+        "auto: change how COMMAND copies, where a measurement shows a gain: adapters for known servers (`kvprobe "
+        "patches` lists them), and staging of pageable memory."
     ),
 )
 @click.option(

@@ -61,8 +61,9 @@ def command(target: str | None, interval: float, once: bool, as_json: bool, prom
     and which request waited longest.
 
     FOLDER is the run folder that `kvprobe run` or `kvprobe attach` printed. PID is a recorded process, and NAME is a
-    part of its command line. Without a target, top shows the newest ./kvprobe-*/, $KVPROBE_RUN, and processes that copy
-    with kvprobe's own `OffloadEngine`. The streams that block their threads longest come first.
+    part of its command line. Without a target, top shows all of these that exist: the run folder in $KVPROBE_RUN, the
+    newest run folder ./kvprobe-*/, and running processes that copy with kvprobe's own `OffloadEngine`. The streams that
+    block their threads longest come first.
 
     top marks a stream with "full?" if its submissions have become several times slower and block their thread for much
     of the time. Submissions behave so when a launch queue is full. top does not see what the GPU does: only `kvprobe

@@ -7,7 +7,7 @@ Signature: a gap is a time in which the GPU executes nothing. A gap counts if th
 after the gap began, and if the launching thread was in no CUDA call during the gap. (So the queue was empty. A kernel
 that starts long after its launch is no sign of a starved GPU.) Every program has some gaps, so the finding needs at
 least five gaps, which together take at least 10% of the time. Three kinds of gaps do not count:
- - gaps below 200 µs, of which there is one for each launch: their cause is `python_or_gil_bound`;
+ - short gaps (below 200 µs), as they occur between all launches: their cause is `python_or_gil_bound`;
  - gaps in which the recording shows that the Python interpreter was the reason (its lock, its garbage collection):
    their cause is `python_or_gil_bound`, too;
  - gaps that the report counts as "nothing to do", because there was no request to work on.

@@ -13,9 +13,9 @@ from a full queue, where the call blocks.
 
 Time lost: the time that the small copies waited. If several copies of one process and direction waited at the same
 time, this time counts once. While kernels ran, the waiting cost the device nothing. Predicted saving: two changes save
-all of the waiting time: to submit the small copies before the burst, and to move small values without the copy engine.
-If the program cuts the burst into pieces, each small copy still waits for the one copy of the burst that the engine is
-making. So this change saves the waiting time less the median time of a copy of the burst for each small copy.
+all of the waiting time in which the device ran no kernel because of it: to submit the small copies before the burst,
+and to move small values without the copy engine. A third change saves less: to cut the burst into
+pieces. Each small copy then still waits for one copy of the burst. (kvprobe takes their median time.)
 """
 
 from __future__ import annotations

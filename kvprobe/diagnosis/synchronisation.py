@@ -6,8 +6,8 @@ same: the thread gets the result only when the step is over, and has launched no
 
 Signature: the thread launches kernels before and after a synchronising call, and one of these is true:
  - The call names a stream that carries no kernels, and a copy was outstanding on that stream.
- - The stream of the call is not known. The call returns together with the copy that its thread submitted last; or it
-   returns together with another copy, and for at least a tenth of the call only copies ran.
+ - The stream of the call is not known. The call returns when the copy that its thread submitted last ends; or it
+   returns when another copy ends, and for at least a tenth of the call only copies ran.
  - The call waits for a read-back. The last operation before the call is a GPU-to-CPU copy of at most 64 KiB on a stream
    of kernels, and the GPU has nothing left to do when the call returns. This happens at least eight times.
 
@@ -16,11 +16,13 @@ else to do then. A wait on the compute stream for large copies in that stream do
 would have waited for them.
 
 If the recording does not show what the GPU did, kvprobe knows only the stream that the call names and the copy before
-the call. The finding is then likely at most. A wait for an event can be for an older copy, as in a ring of buffers. If
-the thread launched kernels since its last copy, kvprobe cannot tell whether the copies or the kernels were late.
+the call. The confidence is then at most "likely". A wait for an event can be for an older copy, as in a ring of
+buffers. If the thread launched kernels since its last copy, kvprobe cannot tell whether the copies or the kernels were
+late.
 
-Time lost: the duration of all these waits. The thread could have launched work in this time. Predicted saving: all of
-this time, if the stream waits for an event of the copy and the thread does not wait.
+Time lost: the duration of all these waits. The thread could have launched work in this time. Predicted saving: the
+thread saves all of this time if the stream waits for an event of the copy and the thread does not wait. The wall time
+gets shorter only by the part in which the GPU computed nothing because of these waits.
 """
 
 from __future__ import annotations

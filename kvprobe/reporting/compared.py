@@ -93,7 +93,7 @@ def _calls(calls: Sequence[CallChange]) -> Any:
                     VERDICTS[moved.verdict],
                 ]
             )
-    columns = ["Call", "Figure", "Before", "After", "Change", "95% interval", "Verdict"]
+    columns = ["Call", "Figure", "Before", "After", "Change", "95% interval of the change", "Verdict"]
     return table("Time inside each call, on the host", columns, rows)
 
 

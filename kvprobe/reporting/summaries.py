@@ -272,7 +272,7 @@ def size_sum(recording: Recording) -> SummaryTable:
         text = f"{bytes_text(low)} to {bytes_text(max(low, 1) * 2)}".replace("\u00a0", " ") if low else "0 B"
         listed.append([text, int(mine.sum()), int(size[mine].sum()), names[key % 64]])
     columns = [("Size", "text"), ("Count", "count"), ("Total (MB)", "mb"), ("Operation", "text")]
-    note = _blind(recording) or "Sizes are powers of two (1 MiB is 1.048576 MB); 1 MB is a million bytes."
+    note = _blind(recording) or "KiB and MiB count in 1,024s, MB in 1,000s."
     return SummaryTable("sizes", "Copies by size", columns, listed, note)
 
 
