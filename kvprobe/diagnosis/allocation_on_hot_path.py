@@ -8,7 +8,7 @@ Signature: one of these calls takes at least 20 µs, and its thread submits work
 submissions of a process are set-up and do not count. If the call waited for another thread's blocked submission, the
 cause is `context_lock_stall`.
 
-Predicted saving: a pool that is filled before serving saves all of the time in these calls.
+Predicted saving: a pool that is filled before serving saves the whole time in these calls.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Signature: kvprobe reads the kernel's counters of the thread about every 20 ms, 
 
 The larger of the two losses is the title of the finding. The other one is evidence.
 
-Predicted saving: a CPU for the thread saves all of the time that the thread waited for one. A larger quota saves the
+Predicted saving: a CPU for the thread saves the whole time that the thread waited for one. A larger quota saves the
 part of this time that the quota took.
 Source: `/proc/<pid>/task/<tid>/schedstat` (Documentation/scheduler/sched-stats.rst), `cpu.stat` of the control group.
 """

@@ -9,8 +9,8 @@ Each call that counts takes at least 60 µs, at most 5 µs for each descriptor, 
 for the copies. The queue is not full, and the host memory is pinned. Kineto does not write how many descriptors a batch
 has. In the recordings of Kineto, three of these calls are enough for a finding that is likely.
 
-Predicted saving: a gather kernel instead of a batch saves all of the time but that of one launch. For merging, kvprobe
-predicts no saving, because recordings do not say how many descriptors of a batch are neighbours.
+Predicted saving: a gather kernel instead of a batch saves the whole time except that of one launch. For merging,
+kvprobe predicts no saving, because recordings do not say how many descriptors of a batch are neighbours.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ least five gaps, which together take at least 10% of the time. Three kinds of ga
  - gaps that the report counts as "nothing to do", because there was no request to work on.
 
 Time lost: the part of these gaps in which the thread was in no CUDA call. Predicted saving: the same time, if the host
-prepares the next step while the last one runs. But the saving is at most the time for which the GPU worked between two
-gaps, because longer preparation does not fit beside this work.
+prepares the next step while the current one runs. But the saving is at most the time for which the GPU worked between
+two gaps, because longer preparation does not fit beside this work.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ call is long however many submissions are outstanding: this tells the cause from
 Needs: the memory kind of copies (every recorder has it). Source: programming guide; measured with pageable memory: 9.7
 µs for 64 KiB instead of 1.0 µs.
 
-Predicted saving: pinned memory saves all of the time that these calls take longer than a submission. If the next call
+Predicted saving: pinned memory saves the whole time that these calls take longer than a submission. If the next call
 of the thread waits for the bytes anyway, pinning saves only the staging: kvprobe then subtracts what the same bytes
 need at the link's rate. If no pinned copy in the recording shows the link's rate, kvprobe predicts no saving for these
 calls, because pageable copies only show the rate of the staging.
