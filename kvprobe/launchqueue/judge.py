@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from kvprobe.launchqueue.evidence import Evidence
 
-__all__ = ["NOT_ASKED", "STATES", "QueueConclusion", "conclude", "many", "others", "overall"]
+__all__ = ["NOT_ASKED", "STATES", "QueueConclusion", "conclude", "many", "overall"]
 
 State = Literal["not full", "cannot tell", "full"]
 STATES: tuple[State, ...] = ("not full", "cannot tell", "full")  # the worse, the later
@@ -60,7 +60,7 @@ def overall(queues: Sequence[tuple[QueueConclusion, int]]) -> QueueConclusion:
     return max(queues, key=lambda queue: queue[1])[0]
 
 
-def others(count: int) -> str:
+def _others(count: int) -> str:
     """How many other submissions, for people: "1 other", "8 others"."""
     return f"{count:,} other{'s' if count != 1 else ''}"
 
@@ -94,7 +94,7 @@ def _labels(e: seen.Labels) -> QueueConclusion:
 
 def _plateau(e: seen.Plateau) -> QueueConclusion:
     if e.deepest < c.LEAST_DEPTH:
-        return QueueConclusion("not full", f"no call began with more than {others(e.deepest)} outstanding")
+        return QueueConclusion("not full", f"no call began with more than {_others(e.deepest)} outstanding")
     if not e.slow:
         return QueueConclusion(
             "not full",
@@ -247,7 +247,7 @@ def _rest(e: seen.OtherSlowCalls) -> QueueConclusion:
     how = f"({e.how})"
     if e.depth and not e.top:
         if e.deepest < e.depth:
-            most = f"no call began with more than {others(e.deepest)} outstanding, and a queue takes {e.depth:,} {how}"
+            most = f"no call began with more than {_others(e.deepest)} outstanding, and a queue takes {e.depth:,} {how}"
             return QueueConclusion("not full", most)
         slow = f"calls that were slow began with fewer outstanding than the {e.depth:,} that a queue takes"
         return QueueConclusion("not full", f"up to {e.deepest:,} were outstanding, but {slow} {how}")

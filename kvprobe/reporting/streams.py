@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvprobe.launchqueue.judge import others
 from kvprobe.recordings.assemble import codes, pairs, positions
 from kvprobe.recordings.model import SUBMITTING, Engine, Recording
 from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy, depth_series
@@ -305,7 +304,8 @@ def occupancy_charts(
         times, level = _until_idle(recording, one, *depth_series(recording, one))
         lines.append(Points(_queue_name(recording, one), times, level, steps=True))
     top = deepest[0]
-    most = f"{others(int(top.depth.max(initial=0)))} outstanding"
+    count = int(top.depth.max(initial=0))
+    most = f"{count:,} other{'s' if count != 1 else ''} outstanding"
     again = f"no call began with more than {most}"  # of which the rest is said in one sentence
     ends = queues.reason.removeprefix(again) if queues.reason.startswith(again) else ""
     words.append(f"Calls on {_queue_name(recording, top)} began with up to {most}{ends}.")
