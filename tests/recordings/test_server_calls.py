@@ -86,7 +86,7 @@ def test_pageable_and_blocking_copies_are_a_finding(folder: Path) -> None:
     (finding,) = diagnose(open_recording(folder))
     assert finding.cause == "blocking_server_call" and finding.severity == "critical"
     assert finding.lost_ns == 50 * MS  # the inner call and the one that moved nothing are not counted
-    assert finding.title == "2 calls of server functions that move data blocked their threads for 50 ms"
+    assert finding.title == "2 calls of server functions that move data blocked their threads for 50.0 ms"
     assert finding.evidence[0].text.endswith("moved 0.002 MB: 4 of 4 copies from pageable memory, 4 blocking")
 
 
@@ -99,7 +99,7 @@ def test_the_page_lists_what_was_moved(folder: Path) -> None:
 
 def test_a_gate_can_ask_for_it(folder: Path) -> None:
     outcome = CliRunner().invoke(check, [str(folder), "--no", "blocking_server_call"])
-    assert "FAIL  no blocking_server_call" in outcome.output
+    assert "FAIL  causes like “blocking_server_call”: blocking_server_call" in outcome.output
 
 
 def test_adapters_that_wait_are_told_with_the_option_they_wait_for(folder: Path) -> None:
