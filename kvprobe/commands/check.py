@@ -102,9 +102,8 @@ def command(
     covers does not fail the check. CAUSE is the name of a cause or a part of the name, such as "pageable". "saturation"
     stands for every cause that goes back to a full launch queue. Only the serving window is judged, not the start-up.
 
-    A recording that is cut off, empty or does not show enough is undecided. A limit that the recording exceeds still
-    fails, and the exit code is 1 even with --allow-undecided. The other limits are skipped. The exit code is then 1,
-    too, unless you pass --allow-undecided.
+    A recording that is cut off, empty or does not show enough is undecided. A limit that it exceeds still fails. The
+    other limits are skipped, and the exit code is 1. With --allow-undecided it is 0, unless a limit failed.
     """
     from kvprobe.errors import RecordingError
     from kvprobe.reporting import check_writable
