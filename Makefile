@@ -16,7 +16,7 @@ demo: $(VENV)/.installed
 	$(BIN)/kvprobe demo --report reports/demo.html
 
 # In as many processes as there are cores. Servers' own files come from the package index once (some 20 MB, cached).
-# Compiled before, since tests start kvprobe a thousand times, and where PYTHONDONTWRITEBYTECODE is set each would.
+# Compiled before: tests start kvprobe often, and where PYTHONDONTWRITEBYTECODE is set each start would compile it anew.
 test: $(VENV)/.test
 	$(BIN)/python -m compileall -q -j 0 -x '/(test_|conftest)[^/]*$$' kvprobe patches tests
 	KVPROBE_DOWNLOAD=1 $(BIN)/python -m pytest -rsfE -n $(WORKERS) --dist loadfile --max-worker-restart=0 -m "not servers and not gpu" $(TESTS)

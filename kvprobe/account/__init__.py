@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvprobe.account.account import Account, GpuAccount, ThreadAccount, account_of
-from kvprobe.account.cpu_time import Worked, cover_of
+from kvprobe.account.cpu_time import Worked, covers_of
 from kvprobe.account.lines import COPIES, HOST, IDLE, LINE_TITLES, OPEN, OUTSIDE_CALLS, Line, Unknown
 
 __all__ = [
@@ -20,5 +20,5 @@ __all__ = [
     "Unknown",
     "Worked",
     "account_of",
-    "cover_of",
+    "covers_of",
 ]

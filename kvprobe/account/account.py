@@ -42,7 +42,6 @@ class GpuAccount:
         kernels: how many of them compute.
         links: the rates that its copies are compared with, to the GPU and from it; 0 where it made none.
         link_busy_ns: how long copies ran in the window, to the GPU and from it.
-        moved_ns: of the time of copies alone, what causes have claimed whose changes move copies beside kernels.
     """
 
     device: int
@@ -56,7 +55,6 @@ class GpuAccount:
     kernels: int
     links: tuple[LinkRate, LinkRate] = (LinkRate(), LinkRate())
     link_busy_ns: tuple[int, int] = (0, 0)
-    moved_ns: int = 0
 
     @property
     def window_ns(self) -> int:
@@ -119,11 +117,6 @@ class GpuAccount:
     def link_alone_ns(self) -> int:
         """For how long only copies run however well they overlap: the link is busy for longer than kernels run."""
         return max(max(self.link_busy_ns) - self.ns(Line.COMPUTING), 0)
-
-    @property
-    def movable_ns(self) -> int:
-        """Of the time of copies alone, what kernels could hide and no cause has claimed as such."""
-        return max(self.ns(*COPIES) - self.link_alone_ns - self.moved_ns, 0)
 
     def unknown_ns(self) -> dict[Unknown, int]:
         """What is not known, by reason."""

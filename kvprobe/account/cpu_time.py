@@ -9,7 +9,7 @@ import numpy as np
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import Array, Recording
 
-__all__ = ["Worked", "cover_of", "who_worked"]
+__all__ = ["Worked", "covers_of", "who_worked"]
 
 MOST = 0.5  # of a pause that somebody worked, at least; a core is shared with others
 NEXT_TO_NOTHING = 0.05  # of a pause that a process worked, at most, which waited
@@ -26,15 +26,15 @@ class Worked(IntEnum):
     NOBODY = 3  # of the process
 
 
-def _of_pauses(recording: Recording) -> Array:
-    """Worked, for each row of `pauses`.
+def _of_pauses(recording: Recording, rows: Array) -> Array:
+    """Worked, for each of these rows of `pauses`.
 
     The figures also hold what was used in `more_ns` before the pause: of one thread no more than that time.
     """
-    pauses = recording.pauses
+    pauses = {name: column[rows] for name, column in recording.pauses.items()}
     ns, more = np.maximum(pauses["end_ns"] - pauses["start_ns"], 1), pauses["more_ns"]
     thread, process = pauses["thread_ns"], np.maximum(pauses["process_ns"], pauses["thread_ns"])
-    out = np.full(pauses.rows, Worked.NOT_KNOWN, dtype=np.uint8)
+    out = np.full(len(rows), Worked.NOT_KNOWN, dtype=np.uint8)
     others = (process - thread - more >= MOST * ns) & (more <= ROUGH * ns)
     out[others & (thread <= NEXT_TO_NOTHING * ns + more)] = Worked.ANOTHER
     out[process <= NEXT_TO_NOTHING * ns] = Worked.NOBODY
@@ -43,19 +43,19 @@ def _of_pauses(recording: Recording) -> Array:
     return out
 
 
-def cover_of(recording: Recording, process: int, thread: int, worked: Worked) -> Cover:
-    """The pauses of a thread in which these worked."""
+def covers_of(recording: Recording, process: int, thread: int) -> dict[Worked, Cover]:
+    """The pauses of a thread in which each of these worked."""
     pauses = recording.pauses
-    mine = np.flatnonzero((pauses["process"] == process) & (pauses["thread"] == thread))
-    if len(mine):
-        mine = mine[_of_pauses(recording)[mine] == worked]
-    return Cover(pauses["start_ns"][mine], pauses["end_ns"][mine])
+    rows = np.flatnonzero((pauses["process"] == process) & (pauses["thread"] == thread))
+    who = _of_pauses(recording, rows)
+    parts = {worked: rows[who == worked] for worked in (Worked.THREAD, Worked.ANOTHER, Worked.NOBODY)}
+    return {worked: Cover(pauses["start_ns"][part], pauses["end_ns"][part]) for worked, part in parts.items()}
 
 
 def who_worked(recording: Recording, process: int, thread: int, start: Array, end: Array) -> Array:
     """Worked for most of each time from `start` to `end`, ns, in which a thread made no call; (times,) uint8."""
     out = np.full(len(start), Worked.NOT_KNOWN, dtype=np.uint8)
     if recording.pauses.rows:
-        for one in (Worked.THREAD, Worked.ANOTHER, Worked.NOBODY):
-            out[2 * cover_of(recording, process, thread, one).within(start, end) > end - start] = one
+        for worked, cover in covers_of(recording, process, thread).items():
+            out[2 * cover.within(start, end) > end - start] = worked
     return out

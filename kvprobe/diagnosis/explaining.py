@@ -15,18 +15,12 @@ from kvprobe.recordings.model import Array
 
 __all__ = ["ExplainedTime", "Explainer"]
 
-_OUTSIDE = (Line.PYTHON, Line.NO_CPU, Line.TIER, Line.ELSEWHERE, Line.NOTHING_TO_DO)  # of calls
 _CALLERS = 32  # threads whose part is played one by one; those with the largest
 
 
 def proven_line(cause: str) -> Line | None:
     """The line that a GPU's waiting belongs to, once this cause is proven of it."""
     return load_cause(cause).PROVES
-
-
-def _movable(gpu: GpuAccount) -> int:
-    """With free slots, copies run beside kernels, and take as long as now: no more than kernels can hide."""
-    return gpu.movable_ns
 
 
 @dataclass(frozen=True)
@@ -86,10 +80,8 @@ class Explainer:
                 saved += saved_by_host(account, one, end[rows], ns[rows])
             got = [account.claim(cause, start[rows], end[rows], HOST, becomes=proves, caller=one)]
             if not waits:
-                most = _movable if fills else None
+                most = self._movable if fills else None
                 got.append(account.claim(cause, start[rows], end[rows], COPIES, caller=one, most_ns=most))
-                for place, more in got[-1].items() if fills else ():
-                    account.gpus[place].moved_ns += more
             if fills:  # what filled the queue had been submitted, and stood still
                 got.append(account.claim(cause, start[rows], end[rows], (Line.NOT_KNOWN,), becomes=Line.FULL_QUEUE))
             for part in got:
@@ -99,6 +91,15 @@ class Explainer:
             saved = max(min(saved, self._moved_left_ns), 0)
             self._moved_left_ns -= saved
         return self._explained(claimed, open_ns, saved)
+
+    def _movable(self, gpu: GpuAccount) -> int:
+        """Of the time of copies alone, what kernels could hide and no full queue explains yet.
+
+        With free slots, copies run beside kernels, and take as long as now.
+        """
+        full = [one for one in self.account.causes if proven_line(one) == Line.FULL_QUEUE]
+        moved = sum(self.account.claimed_ns(gpu, one, COPIES) for one in full)
+        return max(gpu.ns(*COPIES) - gpu.link_alone_ns - moved, 0)
 
     def question(self, start: Array, end: Array, caller: Array, ns: Array) -> ExplainedTime:
         """As `host`, where it cannot be told why: nothing is claimed, but what it may have cost is known."""

@@ -97,15 +97,10 @@ def find(joined: JoinedRecording) -> Finding | None:
         if not mine.any():
             continue
         compute = Cover(joined.x_start[mine], joined.x_end[mine])
-        parts = [
-            part
-            for direction in (Direction.H2D, Direction.D2H)
-            for part in (_full_link(joined, process, direction, compute, evidence),)
-            if len(part)
-        ]
-        if not parts:
+        directions = (Direction.H2D, Direction.D2H)
+        rows = np.concatenate([_full_link(joined, process, one, compute, evidence) for one in directions])
+        if not len(rows):
             continue
-        rows = np.concatenate(parts)
         copying, others = Cover(joined.x_start[rows], joined.x_end[rows]), _explained(joined, process, compute)
         exposed = copying.total_ns - copying.intersect_ns(compute)
         left = copying.total_ns - copying.intersect_ns(others)  # both directions at once are one wait

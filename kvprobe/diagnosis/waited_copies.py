@@ -22,8 +22,8 @@ class WaitedCopies(NamedTuple):
     """Of some copies those that were waited for at once.
 
     Attributes:
-        many: how many; `of` all of them.
-        of: see there.
+        many: how many were waited for at once.
+        of: how many copies there are.
         call: the call that most of them were waited for in.
     """
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.account import COPIES, HOST, OPEN, GpuAccount, Line, Unknown, Worked, cover_of
+from kvprobe.account import COPIES, HOST, OPEN, GpuAccount, Line, Unknown, Worked, covers_of
 from kvprobe.account.chain import hidden_beside_work
 from kvprobe.diagnosis.finding import MEASURED, Change, Evidence, Finding, Loss, Where, cause_of
 from kvprobe.diagnosis.joined import CRITICAL, JoinedRecording, ms, of_the_time, share
@@ -169,9 +169,9 @@ def _who_worked(joined: JoinedRecording, gpu: GpuAccount, mine: Array) -> list[E
     for one in joined.account.threads if joined.recording.pauses.rows else ():
         row = int(np.argmax(joined.caller == one.caller))
         waits = np.flatnonzero(mine & (cut.caller == one.caller))
+        covers = covers_of(joined.recording, int(joined.process[row]), one.thread)
         for worked in WORKED:
-            cover = cover_of(joined.recording, int(joined.process[row]), one.thread, worked)
-            spent[worked] += int(cover.within(cut.start[waits], cut.end[waits]).sum())
+            spent[worked] += int(covers[worked].within(cut.start[waits], cut.end[waits]).sum())
     return [
         Evidence(f"for {ms(ns)} of that, {WORKED[worked]}", ns, "ns", MEASURED)
         for worked, ns in spent.items()
