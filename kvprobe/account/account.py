@@ -295,14 +295,6 @@ class Account:
         mine = (cut.cause == self.causes.index(cause)) & np.isin(cut.line, np.array(lines, dtype=np.uint8))
         return int(cut.ns[mine].sum())
 
-    def unclaimed_ns(self, *lines: Line) -> int:
-        """What no cause has claimed of these lines, of all GPUs."""
-        wanted = np.array(lines, dtype=np.uint8)
-        return sum(
-            int(gpu.stretches.ns[(gpu.stretches.cause == NOBODY) & np.isin(gpu.stretches.line, wanted)].sum())
-            for gpu in self.gpus
-        )
-
     def to_json(self) -> AccountJson:
         """GPUs and threads."""
         return {"gpus": [gpu.to_json() for gpu in self.gpus], "threads": [one.to_json() for one in self.threads]}
