@@ -8,7 +8,8 @@ waited for a place in a queue. Healthy copies are made in bursts under everythin
 none: signal handlers that sleep inside a submission, pauses between submissions, processes that burn every CPU,
 pageable memory, deep queues, completions that nobody has looked up. An alarm in a burst in which the runtime blocked no
 call is a false one; a burst in which it did block some is not counted as healthy. A saturation is a burst, behind a
-gate or behind a slow copy engine, in which the runtime blocked calls; it is missed when the detector does not name it.
+gate or behind a slow copy engine, in which the runtime blocked calls (four or more, or one for as long as a stream that
+itself waits blocks it); it is missed when the detector does not name it.
 Small blocks: the copy engine needs 2 to 3 times what a submission costs, so a blocked call is hardly longer than a fast
 one; it is late when it is named more than 50 ms of the program's own time after the runtime first blocked a call.
 
@@ -42,6 +43,7 @@ from kvprobe.cuda import Region, Runtime, device_region, find_runtime, host_regi
 from kvprobe.cuda.hostruntime import HostRuntime, host_runtime
 from kvprobe.errors import KvprobeError
 from kvprobe.launchqueue import QueueLimits, calibrate
+from kvprobe.launchqueue.constants import FENCE_NS, STEADY_CALLS
 from kvprobe.offload import BlockPool, OffloadEngine
 
 PAUSE_SIGNAL = 64  # its handler is libc's usleep, which takes the signal's number: 64 us, and what a timer adds
@@ -62,6 +64,14 @@ def blocked(runtime: HostRuntime) -> tuple[int, int]:
     """The truth: calls that waited for a place in a queue so far, and the time they waited (ns)."""
     stats = runtime.stats
     return stats.blocked_calls, stats.blocked_ns
+
+
+def worth_naming(calls: int, ns: int) -> bool:
+    """Whether blocked calls are a saturation: several, or a few that a stream itself made wait, as the judge has it.
+
+    On a busy machine a burst may end, or auto may leave the stream for another reason, after a call or two.
+    """
+    return ns >= WORTH_NAMING_NS and (calls >= STEADY_CALLS or ns >= calls * FENCE_NS)
 
 
 def reset(runtime: HostRuntime, depth: int = 0, bytes_per_s: float = 0.0) -> None:
@@ -222,7 +232,7 @@ def saturations(count: int, seed: int) -> dict[str, Any]:
             gc.collect()
         engine, truth = _saturate(runtime, known[depth], block, shape, policy, rng)
         found = engine.detector.saturations
-        if truth[1] < WORTH_NAMING_NS and not found:
+        if not found and not worth_naming(*truth):
             unsaturated += 1
         elif not found:
             missed.append(
@@ -234,7 +244,7 @@ def saturations(count: int, seed: int) -> dict[str, Any]:
             if policy == "auto":  # the other one is not interrupted to look: its runs are as long as its transfers
                 calls_before.append(found[0].blocked_calls)
                 onset_ms.append((found[0].noticed_ns - found[0].onset_ns - found[0].longest_ns) / 1e6)
-        number += truth[1] >= WORTH_NAMING_NS or bool(found)
+        number += bool(found) or worth_naming(*truth)
         runtime.lose_device()  # what is left in the queue need not be copied
         with contextlib.suppress(Exception):
             engine.poll()

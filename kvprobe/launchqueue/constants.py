@@ -50,6 +50,7 @@ ELSEWHERE_TIMES = 3  # slow calls for each fast one are this many times as many 
 DEARER_TIMES = 1.5  # what a window's calls at the top cost, as a mean, of what those below it do
 DEARER_IN_FLOOD = 1.25  # of a flood: a full queue of 16 KiB copies makes calls of 2.0 µs 2.9 (H200, kvprobe in between)
 DEARER_AT_PIN = 1.1  # of the quickest quarter of calls: 1.16 to 2.4 at full queues of 16 and 128 KiB copies (H100)
+INSIDE_AT_PIN = 0.8  # of the time: 0.95 where a host submits 16 KiB in 2.5 µs and a full queue makes it 2.65 (H100)
 STEADY_CALLS, STEADY_SHARE = 4, 0.25  # fewer calls suffice where they lose this share of the time at the top
 OFTEN_CALLS, OFTEN_NS = 32, 200_000  # or this many, one in so much time: no scheduler takes a CPU away that often
 STARVED_SHARE = 0.10  # of the time: a thread that waited so long for a CPU proves no full queue by its calls' pace

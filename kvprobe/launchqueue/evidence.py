@@ -149,6 +149,7 @@ class Pinned:
         below: entered with a slot, by a good margin.
         dearer: times as long as the quickest quarter of those at most the quickest quarter of `calls` takes; 0: there
             is nothing to compare with.
+        inside: of the time from each of `calls` to the one after it, the share that was spent in the call.
         depths: least and most submissions that the queue may take.
         slow, lost_ns: of `calls`, those that took longer than half of those below, and what they took more.
     """
@@ -159,6 +160,7 @@ class Pinned:
     elsewhere: int
     below: int
     dearer: float
+    inside: float
     depths: tuple[float, float]
     slow: int
     lost_ns: int

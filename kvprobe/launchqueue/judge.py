@@ -169,7 +169,8 @@ def _step(e: seen.DepthStep) -> QueueConclusion:
 def _pinned(e: seen.Pinned) -> QueueConclusion:
     """A count that does not gather anywhere but at the depth of a queue is held there by the queue.
 
-    A program that holds itself back at just that number would look alike; but its calls would be as quick as ever.
+    A program that holds itself back at just that number would look alike; but its calls would be as quick as ever, or
+    it would wait between them. Where it is in these calls nearly all the time, nothing else can hold the count.
     """
     what = (
         f"{e.calls:,} calls were entered with {e.least:,} to {e.most:,} outstanding, {e.slow:,} of them took "
@@ -179,7 +180,7 @@ def _pinned(e: seen.Pinned) -> QueueConclusion:
     gathers = e.calls >= max(c.LEAST_SEEN, c.STEP_TIMES * e.elsewhere)
     compared = e.below >= c.LEAST_SEEN and e.dearer > 0
     dearer = e.dearer >= c.DEARER_AT_PIN if compared else e.calls >= c.WINDOW_CALLS
-    return _said(there and gathers and dearer and e.slow > 0, what)
+    return _said(there and gathers and (dearer or e.inside >= c.INSIDE_AT_PIN) and e.slow > 0, what)
 
 
 def _held_at(e: seen.HeldAt) -> QueueConclusion:

@@ -183,7 +183,8 @@ def _by_marks(
     """Whether the count gathers where the queue is full; then that is concluded. `each`: slots of what is counted."""
     known, depths = _counted(recording, each), _depths(recording, each)
     held_by = (0.98 * known, 1.005 * known + 2) if known else depths.exactly
-    found = pinned(marked, given.duration, given.judged, held_by)
+    until_next = np.diff(given.start, append=given.end[-1:])
+    found = pinned(marked, given.duration, until_next, given.judged, held_by)
     if found is None:
         return False
     evidence: Pinned | HeldAt

@@ -64,13 +64,14 @@ def depth_by_marks(recording: Recording, queue: StreamOccupancy) -> MarkedDepth 
 
 
 def pinned(
-    marked: MarkedDepth, duration: Array, judged: Array, depths: tuple[float, float]
+    marked: MarkedDepth, duration: Array, until_next: Array, judged: Array, depths: tuple[float, float]
 ) -> tuple[Pinned, Array, Array] | None:
     """Where the counts of a queue's calls gather.
 
     Args:
         marked: the counts.
         duration: of each call, ns.
+        until_next: from the entry of each call to that of the next, ns.
         judged: calls that can be judged.
         depths: least and most submissions that the queue may take.
 
@@ -102,6 +103,7 @@ def pinned(
         int(elsewhere.max(initial=0)),
         len(below),
         quantile(duration[top], 0.25) / quick if quick else 0.0,
+        float(duration[top].sum()) / max(int(until_next[top].sum()), 1),
         depths,
         int((lost > 0).sum()),
         int(lost.sum()),

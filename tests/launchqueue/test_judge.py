@@ -36,7 +36,7 @@ REGULAR = Regular(1_000, 1_000, 200, 1, slow=40, top=80, slow_below=0.01, delays
 DELAYED = replace(REGULAR, depth=0, slow=40, top=80, delays=c.LEAST_DELAYS, gathered=0.6)
 STOOD = StoodStill(1_000, 1_000, fences=1, delays=0)
 STEP = DepthStep(1_000, 40, 80, slow_below=1, below=100, passed=10, lost_ns=5_000_000, shallowest=990, how="counted")
-PINNED = Pinned(1_009, 1_023, 1_800, 289, 1_900, 1.2, (1_000, 1_026), slow=1_700, lost_ns=5_000_000)
+PINNED = Pinned(1_009, 1_023, 1_800, 289, 1_900, 1.2, 0.5, (1_000, 1_026), slow=1_700, lost_ns=5_000_000)
 HELD = HeldAt(2, 60_000_000, 1_019, 1_021, elsewhere=1, elsewhere_ns=60_000_000)
 BURST = InBurst(bursts=4, fits=3, proven=False, calls=9, lost_ns=3_000_000, first=1_020, last=1_021, queues="1,021")
 FLOOD = Flood(
@@ -162,6 +162,8 @@ TURNS: list[tuple[Evidence, dict[str, Any], str]] = [
     (PINNED, {"calls": 19, "elsewhere": 3}, NO),
     (PINNED, {"dearer": 1.1}, FULL),
     (PINNED, {"dearer": 1.09}, NO),
+    (PINNED, {"dearer": 1.0, "inside": 0.8}, FULL),
+    (PINNED, {"dearer": 1.0, "inside": 0.79}, NO),
     (PINNED, {"below": 19, "dearer": 0.0}, FULL),
     (PINNED, {"below": 19, "dearer": 0.0, "calls": 512, "elsewhere": 0}, FULL),
     (PINNED, {"below": 19, "dearer": 0.0, "calls": 511, "elsewhere": 0}, NO),
