@@ -6,8 +6,9 @@ Writes OUT/FORMAT/PROGRAM.{kvprobe.tar.gz | json.gz | sqlite.gz} and PROGRAM.tru
 program under `kvprobe run`, `totals` with its `--detail totals`; `kineto` runs them one after another in one process, a
 PyTorch profile each; `nsys` records one process of all and cuts its export by the programs' NVTX ranges. With
 `--accounts` only the programs are recorded that know their line of the account, and nsys sees into their CUDA graphs;
-with `--set fresh` or `--set blind` the programs that were written without knowledge of the diagnosis, which all know
-their line. On a machine without a GPU only `run` is there. `benchmarks/diagnosis_truth.py --corpus OUT` grades them.
+with `--set fresh`, `blind` or `unseen` the programs that were written without knowledge of the diagnosis, which all
+know their line. On a machine without a GPU only `run` is there. `benchmarks/diagnosis_truth.py --corpus OUT` grades
+them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ IMPORTER = (
     "/opt/nvidia/nsight-systems*/*/host-linux-*/QdstrmImporter",
     "/opt/nvidia/nsight-compute*/*/host/linux-desktop-*/QdstrmImporter",
 )
-
+SETS = ("corpus", "fresh", "blind", "unseen")
 
 KEPT = (
     "CUPTI_ACTIVITY_KIND",
@@ -249,7 +250,7 @@ def main() -> None:
     parser.add_argument("--formats", default="")
     parser.add_argument("--only", default="", help="programs whose name contains one of these, separated by commas")
     parser.add_argument("--accounts", action="store_true", help="programs that know their line of the account")
-    parser.add_argument("--set", default="corpus", choices=["corpus", "fresh", "blind"], help="which set of programs")
+    parser.add_argument("--set", default="corpus", choices=SETS, help="which set of programs")
     parser.add_argument("--inside", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:

@@ -59,7 +59,7 @@ class Program:
         or_lines: lines that a sound account may show as the largest instead, where the border is a matter of wording.
         prepare: done before the recording's window, where the recorder has one: imports, first calls.
         needs_gpu: the host runtime lacks what it uses.
-        series: which set of programs it belongs to; `fresh` and `blind` ones were written without
+        series: which set of programs it belongs to; `fresh`, `blind` and `unseen` ones were written without
             knowledge of the diagnosis.
         blind: recorders that cannot tell its line from others of the same kind (copies, host), nor its causes.
         undecided_in: recorders of which "undecided" is right, too.
@@ -115,6 +115,11 @@ def fresh(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], Ca
 def blind_program(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], Callable[[Device], Truth]]:
     """As `program`, for a program of the blind set."""
     return program(*causes, series="blind", **what)
+
+
+def unseen(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], Callable[[Device], Truth]]:
+    """As `program`, for a program of the unseen set."""
+    return program(*causes, series="unseen", **what)
 
 
 def in_thread(body: Callable[[], object]) -> threading.Thread:

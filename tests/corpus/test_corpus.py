@@ -18,6 +18,7 @@ from grade import FORMATS, grade, unpack
 from later_shapes import LATER
 from programs import PROGRAMS
 from registry import LINES
+from unseen_shapes import UNSEEN
 
 from kvprobe.diagnosis import CAUSES, examine
 from kvprobe.native import build
@@ -110,6 +111,16 @@ def test_blind_programs_say_their_truth_and_are_a_set_of_their_own():
     named = {cause for program in BLIND.values() for cause in (*program.causes, *program.also, *program.like)}
     assert named <= set(CAUSES)
     assert not [program.name for program in BLIND.values() if program.blind and program.expected(program.blind[0])]
+
+
+def test_unseen_programs_say_their_truth_and_are_a_set_of_their_own():
+    assert len(UNSEEN) == 24 and sum(program.healthy for program in UNSEEN.values()) >= 6
+    assert not UNSEEN.keys() & (LATER.keys() | FRESH.keys() | BLIND.keys())
+    assert {line for program in UNSEEN.values() for line in (program.line, *program.or_lines)} <= set(LINES)
+    assert all(program.why.endswith(".") and program.like for program in UNSEEN.values())
+    named = {cause for program in UNSEEN.values() for cause in (*program.causes, *program.also, *program.like)}
+    assert named <= set(CAUSES)
+    assert not [program.name for program in UNSEEN.values() if program.blind and program.expected(program.blind[0])]
 
 
 @pytest.mark.timeout(60)
