@@ -15,8 +15,8 @@ from kvprobe.recordings.model import Array, RangeStyle
 
 __all__ = ["PAUSE_NS", "ThreadTimeline", "Threads", "runs_python"]
 
-# A thread that makes no call for so long, and of which nothing else is seen, was asked for nothing: to prepare a step
-# takes some milliseconds.
+# A thread that makes no call for so long, and of which nothing else is seen, does not prepare a step as it always does:
+# that takes some milliseconds. It was asked for nothing where the recording shows that it slept; else nobody knows.
 PAUSE_NS = 50_000_000
 SHORT_PAUSE_NS = 10_000_000  # the same of a thread that is paused for most of the time that it makes no call
 # Between a step's results and the next submission a thread does the same each time. A pause that takes so many times as
@@ -93,7 +93,10 @@ class Threads:
             unasked[long] = NOBODY
             # who asks for the next request again and again works, too
             unasked[np.intersect1d(long[busy[long]], unusual)] = Unknown.BETWEEN_REQUESTS
-            long = long[~busy[long]]
+            told = worked[long] == Worked.NOBODY
+            slept = self._slept(rows[0], edges[long], edges[long + 1])
+            unasked[long[~busy[long] & ~told & ~slept]] = Unknown.BETWEEN_REQUESTS
+            long = long[~busy[long] & (told | slept)]
             line[long] = Line.NOTHING_TO_DO
             return self._without_cpu(rows[0], ThreadTimeline(edges, line, unasked), gap > 0)
         return ThreadTimeline(edges, line, unasked)
@@ -163,9 +166,14 @@ class Threads:
 
     def _may_sleep(self, row: int, start: Array, end: Array) -> Array:
         """Mask over pauses: the thread slept for most of it, or the recording does not say when it sleeps."""
-        slept, joined = self.joined.recording.os_calls, self.joined
-        if not (slept["process"] == joined.process[row]).any():
+        slept = self.joined.recording.os_calls
+        if not (slept["process"] == self.joined.process[row]).any():
             return np.ones(len(start), dtype=bool)
+        return self._slept(row, start, end)
+
+    def _slept(self, row: int, start: Array, end: Array) -> Array:
+        """Mask over pauses: the recording shows that the thread slept for most of it."""
+        slept, joined = self.joined.recording.os_calls, self.joined
         mine = (slept["process"] == joined.process[row]) & (slept["thread"] == joined.thread[row])
         asleep = Cover(slept["start_ns"][mine], slept["end_ns"][mine])
         return np.asarray(2 * asleep.within(start, end) > end - start)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvprobe.account import Account, GpuAccount, account_of
+from kvprobe.account import COPIES, Account, GpuAccount, account_of
 from kvprobe.diagnosis.explaining import ExplainedTime, Explainer
 from kvprobe.diagnosis.finding import (
     SEVERITIES,
@@ -547,6 +547,14 @@ class JoinedRecording(Joined):
         by_caller = self.severity(min(explained.open_ns, loss.ns), self._span_of(loss))
         return min(by_device, by_caller, key=SEVERITIES.index)
 
+    def _at_stake(self, confidence: Confidence, loss: Loss, explained: ExplainedTime) -> Severity:
+        """`_severity` were it told; copies that hardly ever run alone cost next to nothing, whatever they are for."""
+        seen = [gpu for gpu in self.explainer.account.gpus if gpu.seen]
+        hidden = bool(seen) and all(gpu.ns(*COPIES) < CRITICAL * gpu.asked_ns for gpu in seen)
+        if confidence == "cannot tell" and loss.on == "copy engine" and hidden:
+            return "info"
+        return self._severity(loss, explained)
+
     def _cost_share(self, loss: Loss, explained: ExplainedTime) -> float:
         """What `_severity` goes by, as a share."""
         span_ns = max(self._span_of(loss), 1)
@@ -590,7 +598,7 @@ class JoinedRecording(Joined):
             device_ns=explained.device_ns,
             window_ns=explained.window_ns,
             cost_share=self._cost_share(loss, explained),
-            at_stake=self._severity(loss, explained),
+            at_stake=self._at_stake(confidence, loss, explained),
         )
 
     def _calls_of(self, executions: Array, ns: Array) -> tuple[TracedCall, ...]:

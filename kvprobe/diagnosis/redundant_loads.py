@@ -18,7 +18,8 @@ source address and size, and one of these is true:
    The source is loaded several times within a tenth of a second and never again, and other sources are loaded at other
    times. (A staging buffer, which the host fills anew, comes again and again.)
 
-Three kinds of loads do not count. A load that is repeated after the first one has ended may be needed, because the
+Four kinds of loads do not count. If the memory of the destination was freed in between, the bytes are gone: a model
+that wakes loads its weights again. A load that is repeated after the first one has ended may be needed, because the
 block may have been evicted. Buffers of less than 64 KiB that go to one place again and again are small inputs that a
 program rewrites in place. If the destination was given another source in between, the load is needed: weights that pass
 through a few buffers are loaded again and again. If the device was not recorded, kvprobe assumes that a load has not
@@ -58,7 +59,7 @@ from kvprobe.diagnosis.finding import (
 )
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.diagnosis.wasted_stores import FASTEST_LINK, cost_of, no_addresses, spent_in_spans, waited_between
-from kvprobe.recordings.intervals import running_max_by_group
+from kvprobe.recordings.intervals import distinct, running_max_by_group
 from kvprobe.recordings.model import CallKind, Direction, Memory
 
 CAUSE = cause_of(__name__)
@@ -107,6 +108,38 @@ def _overwritten(joined: JoinedRecording, loads: Array) -> Array:
     last = np.append(np.flatnonzero(run[1:] != run[:-1]), len(rows) - 1)
     out = np.empty(len(rows), dtype=np.int64)
     out[order] = when[last][run]
+    return out
+
+
+def _freed(joined: JoinedRecording, loads: Array) -> Array:
+    """When the memory that each load went to was next freed; far in the future where never, or where nothing tells."""
+    never = np.iinfo(np.int64).max
+    out = np.full(len(loads), never, dtype=np.int64)
+    for process in distinct(joined.process[loads]).tolist():
+        mine = (joined.process == process) & (joined.dst != 0) & (joined.recording.calls["result"] == 0)
+        frees = np.flatnonzero(mine & (joined.kind == CallKind.FREE))
+        sized = np.flatnonzero(mine & ((joined.kind == CallKind.ALLOC) | (joined.kind == CallKind.FREE)))
+        sized = sized[joined.bytes[sized] > 0]
+        if not len(frees) or not len(sized):
+            continue
+        bases, place = np.unique(joined.dst[sized], return_inverse=True)
+        sizes = np.zeros(len(bases), dtype=np.uint64)
+        np.maximum.at(sizes, place, joined.bytes[sized].astype(np.uint64))
+        rows = np.flatnonzero(joined.process[loads] == process)
+        to = joined.dst[loads[rows]]
+        at = np.searchsorted(bases, to, "right") - 1
+        inside = (at >= 0) & (to < bases[np.maximum(at, 0)] + sizes[np.maximum(at, 0)])
+        rows, at = rows[inside], at[inside]
+        times = np.sort(joined.start[frees])
+        base = np.searchsorted(bases, joined.dst[frees])
+        known = (base < len(bases)) & (bases[np.minimum(base, len(bases) - 1)] == joined.dst[frees])
+        # one number for a base and a time: the first free of a load's base behind it is one look-up
+        told = np.sort(base[known] * (len(times) + 1) + np.searchsorted(times, joined.start[frees[known]]))
+        after = np.searchsorted(times, joined.start[loads[rows]], "right")
+        found = np.searchsorted(told, at * (len(times) + 1) + after)
+        hit = np.flatnonzero(found < len(told))
+        hit = hit[told[found[hit]] // (len(times) + 1) == at[hit]]
+        out[rows[hit]] = times[told[found[hit]] % (len(times) + 1)]
     return out
 
 
@@ -219,7 +252,8 @@ def _repeated(joined: JoinedRecording, loads: Array) -> _Repeats:
     looks = looks_of(joined, loads, Direction.H2D)
     verdict = np.where(joined.kind[loads] == CallKind.COPY, looks.verdict, NOT_KNOWN)[1:]
     earlier, after = loads[:-1], loads[1:]
-    intact = _overwritten(joined, loads)[:-1] > joined.start[after]
+    gone = np.minimum(_overwritten(joined, loads), _freed(joined, loads))
+    intact = gone[:-1] > joined.start[after]
     same_place = (joined.dst[after] == joined.dst[earlier]) & (joined.dst[after] != 0)
     soon = joined.start[after] - joined.start[earlier] <= BURST_NS
     rewritable = same_place & (joined.bytes[after] < SMALL) & (verdict == NOT_KNOWN)

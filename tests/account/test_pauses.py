@@ -82,6 +82,13 @@ def test_pauses_between_requests_of_many_steps_are_an_open_question_and_nobodys_
     assert verdict.state == "undecided" and "waited for a request or prepared one" in verdict.reason
 
 
+def test_a_long_pause_alone_does_not_show_that_no_request_was_there():
+    found = examine(served([0, *[250 * MS] * 15], 10))  # a collection of garbage takes as long
+    (gpu,) = found.account.gpus
+    assert gpu.ns(Line.NOTHING_TO_DO) == 0
+    assert gpu.unknown_ns()[Unknown.BETWEEN_REQUESTS] == pytest.approx(15 * 250 * MS, rel=0.01)
+
+
 def test_a_pause_before_each_step_is_the_step_s_own():
     found = examine(served([12 * MS] * 40, 1))
     (gpu,) = found.account.gpus

@@ -73,6 +73,20 @@ def test_what_may_have_been_needed_is_not_called_redundant(calls):
     assert finding(calls, "redundant_loads") is None
 
 
+@pytest.mark.parametrize("base", [0, 4 * MiB, None])
+def test_what_was_freed_is_loaded_again_because_it_is_gone(base):
+    """Sleep and wake: the weights' memory is made anew, at the same addresses, and loaded. `base` is what is freed."""
+    calls = []
+    for _ in range(20):
+        calls.append({"kind": CallKind.ALLOC, "dst": GPU, "bytes": 4 * MiB, "dur_ns": 90_000})
+        calls += [load(block, block, MiB // 4) for block in range(16)]
+        calls += [{"kind": CallKind.SYNC, "stream": 1}, *({"kind": CallKind.LAUNCH, "stream": 1} for _ in range(8))]
+        if base is not None:
+            calls.append({"kind": CallKind.FREE, "dst": GPU + base, "dur_ns": 90_000})
+    found = finding(calls, "redundant_loads")
+    assert (found is None) == (base == 0), "another memory was freed, or none"
+
+
 def layers(steps=12, many=6, size=32 * MiB, stream=1, **more):
     calls = []
     for _ in range(steps):

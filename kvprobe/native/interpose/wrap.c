@@ -649,27 +649,27 @@ CALL(cuStreamCreateWithPriority, A_CALL, r.call = KVP_CALL_cuStreamCreate; BLOCK
 #define cuEventCreate_A event, flags
 CALL(cuEventCreate, A_CALL, r.call = KVP_CALL_cuEventCreate)
 
-#define cudaMalloc_P void **pointer, size_t bytes
-#define cudaMalloc_A pointer, bytes
-CALL(cudaMalloc, A_CALL, r.call = KVP_CALL_cudaMalloc; r.bytes = bytes)
-#define cudaMallocAsync_P void **pointer, size_t bytes, void *stream
-#define cudaMallocAsync_A pointer, bytes, stream
-CALL(cudaMallocAsync, A_CALL, r.call = KVP_CALL_cudaMallocAsync; r.bytes = bytes; r.stream = STREAM(stream))
 /* Where the memory lies is recorded once it is there. */
-#define PINNED_AT(MADE)                                                                                                \
+#define PLACED_AT(MADE)                                                                                                \
     ({                                                                                                                 \
         int error = MADE;                                                                                              \
         if (likely(!error)) r.dst = WORD(*pointer);                                                                    \
         error;                                                                                                         \
     })
+#define cudaMalloc_P void **pointer, size_t bytes
+#define cudaMalloc_A pointer, bytes
+CALL_BY(cudaMalloc, A_CALL, PLACED_AT(real(cudaMalloc_A)), r.call = KVP_CALL_cudaMalloc; r.bytes = bytes)
+#define cudaMallocAsync_P void **pointer, size_t bytes, void *stream
+#define cudaMallocAsync_A pointer, bytes, stream
+CALL(cudaMallocAsync, A_CALL, r.call = KVP_CALL_cudaMallocAsync; r.bytes = bytes; r.stream = STREAM(stream))
 #define cudaHostAlloc_P void **pointer, size_t bytes, unsigned flags
 #define cudaHostAlloc_A pointer, bytes, flags
-CALL_BY(cudaHostAlloc, A_FREE, PINNED_AT(KVP_RECYCLED_ALLOC(real(cudaHostAlloc_A), bytes, flags)),
+CALL_BY(cudaHostAlloc, A_FREE, PLACED_AT(KVP_RECYCLED_ALLOC(real(cudaHostAlloc_A), bytes, flags)),
         r.call = KVP_CALL_cudaHostAlloc;
         r.bytes = bytes)
 #define cudaMallocHost_P void **pointer, size_t bytes
 #define cudaMallocHost_A pointer, bytes
-CALL_BY(cudaMallocHost, A_FREE, PINNED_AT(KVP_RECYCLED_ALLOC(real(cudaMallocHost_A), bytes, 0)),
+CALL_BY(cudaMallocHost, A_FREE, PLACED_AT(KVP_RECYCLED_ALLOC(real(cudaMallocHost_A), bytes, 0)),
         r.call = KVP_CALL_cudaHostAlloc;
         r.bytes = bytes)
 #define cudaHostRegister_P void *pointer, size_t bytes, unsigned flags
@@ -677,7 +677,7 @@ CALL_BY(cudaMallocHost, A_FREE, PINNED_AT(KVP_RECYCLED_ALLOC(real(cudaMallocHost
 CALL(cudaHostRegister, A_FREE, r.call = KVP_CALL_cudaHostRegister; r.bytes = bytes; r.dst = WORD(pointer))
 #define cudaFree_P void *pointer
 #define cudaFree_A pointer
-CALL(cudaFree, A_FREE, r.call = KVP_CALL_cudaFree)
+CALL(cudaFree, A_FREE, r.call = KVP_CALL_cudaFree; r.dst = WORD(pointer))
 #define cudaFreeHost_P void *pointer
 #define cudaFreeHost_A pointer
 CALL_BY(cudaFreeHost, A_FREE, KVP_RECYCLED_FREE, r.call = KVP_CALL_cudaFreeHost)
@@ -686,15 +686,15 @@ CALL_BY(cudaFreeHost, A_FREE, KVP_RECYCLED_FREE, r.call = KVP_CALL_cudaFreeHost)
 CALL_BY(cudaHostUnregister, A_FREE, KVP_RECYCLED_UNREGISTER, r.call = KVP_CALL_cudaHostUnregister)
 #define cuMemAlloc_P uint64_t *pointer, size_t bytes
 #define cuMemAlloc_A pointer, bytes
-CALL(cuMemAlloc, A_CALL, r.call = KVP_CALL_cuMemAlloc; r.bytes = bytes)
+CALL_BY(cuMemAlloc, A_CALL, PLACED_AT(real(cuMemAlloc_A)), r.call = KVP_CALL_cuMemAlloc; r.bytes = bytes)
 #define cuMemHostAlloc_P void **pointer, size_t bytes, unsigned flags
 #define cuMemHostAlloc_A pointer, bytes, flags
-CALL_BY(cuMemHostAlloc, A_FREE, PINNED_AT(KVP_RECYCLED_ALLOC(real(cuMemHostAlloc_A), bytes, flags)),
+CALL_BY(cuMemHostAlloc, A_FREE, PLACED_AT(KVP_RECYCLED_ALLOC(real(cuMemHostAlloc_A), bytes, flags)),
         r.call = KVP_CALL_cuMemHostAlloc;
         r.bytes = bytes)
 #define cuMemAllocHost_P void **pointer, size_t bytes
 #define cuMemAllocHost_A pointer, bytes
-CALL_BY(cuMemAllocHost, A_FREE, PINNED_AT(KVP_RECYCLED_ALLOC(real(cuMemAllocHost_A), bytes, 0)),
+CALL_BY(cuMemAllocHost, A_FREE, PLACED_AT(KVP_RECYCLED_ALLOC(real(cuMemAllocHost_A), bytes, 0)),
         r.call = KVP_CALL_cuMemHostAlloc;
         r.bytes = bytes)
 #define cuMemHostRegister_P void *pointer, size_t bytes, unsigned flags
@@ -702,7 +702,7 @@ CALL_BY(cuMemAllocHost, A_FREE, PINNED_AT(KVP_RECYCLED_ALLOC(real(cuMemAllocHost
 CALL(cuMemHostRegister, A_FREE, r.call = KVP_CALL_cuMemHostRegister; r.bytes = bytes; r.dst = WORD(pointer))
 #define cuMemFree_P uint64_t pointer
 #define cuMemFree_A pointer
-CALL(cuMemFree, A_FREE, r.call = KVP_CALL_cuMemFree)
+CALL(cuMemFree, A_FREE, r.call = KVP_CALL_cuMemFree; r.dst = pointer)
 #define cuMemFreeHost_P void *pointer
 #define cuMemFreeHost_A pointer
 CALL_BY(cuMemFreeHost, A_FREE, KVP_RECYCLED_FREE, r.call = KVP_CALL_cuMemFreeHost)
