@@ -152,7 +152,7 @@ def a_double_buffer_that_waits_for_the_wrong_kernel(d: Device) -> Truth:
 
 @unseen(
     line=BELOW_LINK_RATE,
-    # They cross no link, and are copies all the same; on an H100 the thread that submits them one by one is later still.
+    # They cross no link, and are copies all the same; on an H100 the thread that submits them one by one is late.
     or_lines=(AT_LINK_RATE, SUBMITTING),
     also=("small_copies",),
     like=("redundant_loads", "unmerged_neighbours", "synchronisation", "wasted_stores"),
