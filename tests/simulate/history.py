@@ -301,6 +301,12 @@ class History:
         gpu, cpu = self.pool["gpu"], self.pool["cpu"]
         return OffloadEngine(self.runtime, gpu, cpu, compute_stream=self.callers[0].compute, **how)
 
+    def promised(self) -> int:
+        """Tails that stores of all callers may have been promised: of those that have not ended, one for each cell."""
+        storing = [step for caller in self.callers for step in caller.pending() if step.what == "store"]
+        pieces = sum(len(step.to) for step in storing) + sum(caller.asking for caller in self.callers)
+        return pieces * self.layers * len(pieces_of(self.piece))
+
     def strike(self) -> None:
         """Arms the faults whose time has come."""
         self.asked += 1
