@@ -78,6 +78,7 @@ class Caller:
         self.compute = history.runtime.stream_create()
         self.steps: list[Step] = []
         self.open: list[Step] = []  # transfers that had not ended when last looked at, and later ones
+        self.asking = 0  # pieces of the store that it is inside of
         self.seldom = 8  # with more of them they are looked at before conflicts are looked for
         self.server: Server | None = None
         self.done = False
@@ -105,8 +106,12 @@ class Caller:
                 self.note(f"{kind} refused: {error}")
                 history.refused += 1
                 engine.wait()
-                left = history.pool["cpu"].tails_left
-                history.must(left >= error.needs or engine.broken, f"all stores have ended, and {left} tails are left")
+                history.must(not self.pending(), "a wait for all was over before they had ended")
+                left, promised = history.pool["cpu"].tails_left, history.promised()
+                history.must(
+                    left + promised >= error.needs or engine.broken,
+                    f"{left} tails are left, and {promised} are promised to stores that have not ended",
+                )
             except (CudaError, TransferError) as error:
                 self.note(f"{kind} raised {history.plain(error)}")
                 history.excused(f"{kind} raised {error}")
@@ -165,13 +170,17 @@ class Caller:
         step = Step(direction, target, source, [], bits(target), bits(source))
         self.order(engine, step, other_than=direction)
         callbacks = (0, 0, 1, 2)[self.below(4)]
-        step.transfer = transfer = (
-            engine.load(cpu, gpu, after=self.compute)
-            if direction == "load"
-            else engine.store(gpu, cpu, after=self.compute)
-        )
-        self.steps.append(step)
-        self.open.append(step)
+        self.asking = len(cpu_pieces) if direction == "store" else 0
+        try:
+            step.transfer = transfer = (
+                engine.load(cpu, gpu, after=self.compute)
+                if direction == "load"
+                else engine.store(gpu, cpu, after=self.compute)
+            )
+            self.steps.append(step)
+            self.open.append(step)
+        finally:
+            self.asking = 0
         history.transfers.append(transfer)
         history.told[transfer.id] = [0, callbacks]
         for _ in range(callbacks):

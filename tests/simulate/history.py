@@ -29,7 +29,6 @@ from kvprobe.offload import engine as engine_module
 from kvprobe.offload.cells import Cells, pieces_of
 from kvprobe.offload.methods import Methods, copier_for, method_table
 from kvprobe.offload.wire import TYPES, CellError
-from kvprobe.probe.live import totals
 from kvprobe.probe.ring import read_ring
 
 from .caller import UNDEFINED, Caller
@@ -39,7 +38,6 @@ from .violation import Violation
 
 PIECES = (1024,) * 24 + (4096,) * 36 + (16384,) * 24 + (65536,) * 12 + (262144,) * 2 + (1 << 20, 4 << 20)
 WORD = 8
-TRANSFER = 64  # enum kvp_call
 LENGTH = 40
 CROWDED, CROWD = 29, 7  # one history of so many has a crowd: those whose seed leaves that remainder
 _methods: Methods | None = None  # of a machine on which nothing failed; the same on all of them
@@ -301,6 +299,12 @@ class History:
         gpu, cpu = self.pool["gpu"], self.pool["cpu"]
         return OffloadEngine(self.runtime, gpu, cpu, compute_stream=self.callers[0].compute, **how)
 
+    def promised(self) -> int:
+        """Tails that stores of all callers may have been promised: of those that have not ended, one for each cell."""
+        storing = [step for caller in self.callers for step in caller.pending() if step.what == "store"]
+        pieces = sum(len(step.to) for step in storing) + sum(caller.asking for caller in self.callers)
+        return pieces * self.layers * len(pieces_of(self.piece))
+
     def strike(self) -> None:
         """Arms the faults whose time has come."""
         self.asked += 1
@@ -495,8 +499,10 @@ class Series:
         self._played += 1
         if self._played % self.READ == 0:
             gc.collect()
-            self._read()
-            self._record()
+            try:
+                self._read()
+            finally:
+                self._record()
         return counted
 
     def _read(self, check: bool = True) -> None:
@@ -505,8 +511,7 @@ class Series:
         Raises:
             Violation: otherwise.
         """
-        found = totals(read_ring(self._path))
-        known = sum(sums.count for (_, call, _), sums in found.items() if call == TRANSFER)
+        known = read_ring(self._path).calls().get("transfer", (0, 0, 0))[0]  # also of streams without sums of their own
         core().kvp_ring_close()
         core().kvp_ring_release()
         self._path.unlink()

@@ -142,9 +142,11 @@ static void forget_event(kvp_submitter *s, struct kvp_job *first, uint64_t seque
     pthread_mutex_unlock(&s->lock);
 }
 
+/* Where the clocks were compared anew between its beginning and its end, or the host told its beginning, what is wrong
+ * with them must not make the end the earlier one. */
 static void end_job(kvp_submitter *s, struct kvp_job *j, uint64_t end_ns) {
     j->status.copy_end_ns = end_ns;
-    if (!end_ns) j->status.copy_start_ns = 0;
+    if (j->status.copy_start_ns > end_ns) j->status.copy_start_ns = end_ns; /* 0: neither is known */
     kvp_finish(s, j, j->failed, j->failed ? j->status.fault : 0);
 }
 

@@ -5,6 +5,7 @@
 #define CLOCK_TRY_NS 200000
 #define AGAIN_CLOCK_NS UINT64_C(50000000) /* after it could not be read */
 #define GOOD_CLOCK_NS 50000               /* the host was not interrupted between asking and hearing */
+#define APART 200000                      /* the clocks go apart by one part in so many: 5 us a second */
 
 /* Whether an event on the clock's stream is reached soon. The stream is idle, but may share its hardware channel with
  * one that is held back: nobody waits for that. */
@@ -16,11 +17,18 @@ static bool reached_soon(kvp_submitter *s, void *event, uint64_t until) {
     return !code;
 }
 
-/* Pairs the device's clock with the host's: right after an event on an idle stream is reached. Where it is not reached
- * the pair before stays. */
+/* Whether a pair that took so long says more than the one in use, which is wrong by half of what it took, and by what
+ * the clocks went apart since. The event may have stood behind copies of ours, in the channel that it shares. */
+static bool says_more(const kvp_submitter *s, uint64_t took, uint64_t now) {
+    return !s->clock_ns || took / 2 < s->clock_took_ns / 2 + (now - s->clock_ns) / APART;
+}
+
+/* Pairs the device's clock with the host's: right after an event on an idle stream is reached. Where it is not reached,
+ * or only after long, the pair before stays. */
 void kvp_renew_device_clock(kvp_submitter *s) {
     uint64_t best = UINT64_MAX;
-    for (int tries = 0; tries < CLOCK_TRIES && best > GOOD_CLOCK_NS; tries++) {
+    int tries = 0;
+    for (; tries < CLOCK_TRIES && best > GOOD_CLOCK_NS; tries++) {
         void *event = s->clock_event[1];
         uint64_t before = kvp_now_ns();
         if (!event) return;
@@ -29,17 +37,19 @@ void kvp_renew_device_clock(kvp_submitter *s) {
             break;
         }
         if (!reached_soon(s, event, before + CLOCK_TRY_NS)) break;
-        uint64_t took = kvp_now_ns() - before;
-        if (took >= best && tries < CLOCK_TRIES - 1) continue;
+        uint64_t now = kvp_now_ns(), took = now - before;
+        if (!says_more(s, took, now)) continue;
         best = took;
         pthread_mutex_lock(&s->lock);
         s->clock_ns = before + took / 2;
+        s->clock_took_ns = took;
         s->clock_event[1] = s->clock_event[0];
         s->clock_event[0] = event;
         atomic_fetch_add(&s->clock_pair, 1);
         pthread_mutex_unlock(&s->lock);
     }
-    s->clock_at = kvp_now_ns() - (best == UINT64_MAX ? RENEW_CLOCK_NS - AGAIN_CLOCK_NS : 0);
+    bool cut_short = tries < CLOCK_TRIES && best > GOOD_CLOCK_NS;
+    s->clock_at = kvp_now_ns() - (cut_short ? RENEW_CLOCK_NS - AGAIN_CLOCK_NS : 0);
 }
 
 /* Of any thread: a caller that retires its own jobs asks while the submitter's thread may pair the clocks anew. */

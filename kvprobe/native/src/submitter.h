@@ -172,6 +172,7 @@ struct kvp_submitter {
     void *clock_event[2]; /* the one in use, and the one that is recorded next */
     struct direction direction[2];
     uint64_t clock_ns, clock_at; /* host time of the clock event; when it was paired */
+    uint64_t clock_took_ns;      /* from asking to hearing: the pair is wrong by half of that at most */
     atomic_uint clock_pair;      /* counts pairs: it moves before an event of the one before is recorded anew */
     kvp_copy run[RUN_MAX];
     uint64_t dst[RUN_MAX], src[RUN_MAX], sizes[RUN_MAX]; /* the same in columns, for the loop */
