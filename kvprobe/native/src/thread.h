@@ -34,7 +34,7 @@ KVP_HIDDEN uint64_t kvp_renew_clock(void);
 
 static inline uint64_t kvp_ticks(void) {
 #if defined(__x86_64__)
-    return __builtin_ia32_rdtsc(); /* x86intrin.h, which calls it __rdtsc, is nine tenths of what each file compiles */
+    return __builtin_ia32_rdtsc(); /* __rdtsc: its header would be nine tenths of what each file compiles */
 #elif defined(__aarch64__)
     uint64_t v;
     __asm__ volatile("mrs %0, cntvct_el0" : "=r"(v));
