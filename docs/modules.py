@@ -7,6 +7,7 @@ python docs/modules.py --write    # puts it into ARCHITECTURE.md
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from pathlib import Path
 
@@ -67,6 +68,7 @@ def imported(path: Path) -> set[str]:
     return {name.removeprefix("kvprobe.") for name in found if name.startswith("kvprobe.")}
 
 
+@functools.cache
 def arrows() -> dict[str, set[str]]:
     """For each room the other rooms that it imports."""
     found: dict[str, set[str]] = {room: set() for room in ORDER}

@@ -21,6 +21,11 @@ SECTIONS = dict(re.findall(r"^## Add a (\w+)\n.*?^```sh\n(.*?)^```", PAGE, re.M 
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv*", "build", "dist", ".pytest_cache", ".ruff_cache", ".hypothesis")
 
 
+# Damaged files of the formats that were there before: the added reader is asked no more than whether one is its own,
+# which other tests of these files try. They take a third of the time, and run where nothing was added.
+THERE_BEFORE = "not (mutants_are_read or compressed_bomb or damaged_and_cut_xz) or csv"
+
+
 def run(command: str, tree: Path) -> None:
     # subprocesses of the tests import this tree, too, wherever they run
     options = f"-p no:cacheprovider --basetemp={shlex.quote(str(tree.parent / 'temporary'))}"
@@ -71,7 +76,7 @@ def test_the_tests_of_each_way_in_pass(tree):
     for command in commands:
         assert command[:3] == [".venv/bin/python", "-m", "pytest"]
     files = dict.fromkeys(file for command in commands for file in command[3:])
-    run(f"{shlex.quote(sys.executable)} -m pytest {' '.join(files)}", tree)
+    run(f"{shlex.quote(sys.executable)} -m pytest -k {shlex.quote(THERE_BEFORE)} {' '.join(files)}", tree)
 
 
 def test_the_intercepted_call_is_what_the_interposer_has():

@@ -40,10 +40,11 @@ def device_option(command: F) -> F:
 
 
 def runtime_of(device: str) -> Runtime:
-    """The runtime that --device asks for: on a GPU the one that torch loads, where there is a torch."""
+    """The runtime that --device asks for: where there is a GPU, the one that torch loads, if there is a torch."""
     from kvprobe.cuda import find_runtime
+    from kvprobe.cuda.runtime import gpu_present
 
-    if device != "host":
+    if device != "host" and gpu_present():
         with contextlib.suppress(ImportError, OSError):  # a torch that cannot be loaded is none
             import torch  # noqa: F401
     return find_runtime(device)

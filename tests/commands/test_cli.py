@@ -143,12 +143,32 @@ def test_a_terminal_that_knows_ascii_alone_gets_words_and_no_question_marks(tmp_
     assert done.stdout.splitlines()[1] == '5 us, 3x less -> "x" ?'
 
 
-def test_a_torch_that_cannot_be_loaded_is_none(tmp_path):
-    (tmp_path / "torch.py").write_text("raise OSError('libtorch_cuda.so: cannot open shared object file')")
-    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from kvprobe.commands import _device\n"
-    code += "print(_device.runtime_of('auto').provider)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.strip() in ("host", "cuda"), done.stderr
+DEVICE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from kvprobe.commands import _device
+from kvprobe.cuda import runtime
+from kvprobe.errors import KvprobeError
+runtime.gpu_present = lambda: sys.argv[2] == "there"
+try:
+    print(_device.runtime_of("auto").provider)
+except KvprobeError:
+    print("no runtime")
+"""
+
+
+@pytest.mark.parametrize(
+    ("gpu", "torch", "found"),
+    [
+        ("there", "raise OSError('libtorch_cuda.so: cannot open shared object file')", ("cuda", "no runtime")),
+        ("absent", "raise RuntimeError('imported, which takes seconds')", ("host",)),
+    ],
+)
+def test_a_torch_that_cannot_be_loaded_is_none_and_without_a_gpu_none_is_loaded(tmp_path, gpu, torch, found):
+    (tmp_path / "torch.py").write_text(torch)
+    command = [sys.executable, "-c", DEVICE, str(tmp_path), gpu]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() in found, done.stderr
 
 
 def test_ctrl_c_that_was_handled_in_the_middle_of_an_import_leaves_the_exit_code(tmp_path: Path) -> None:

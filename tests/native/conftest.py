@@ -104,7 +104,9 @@ def compile_sanitized(tmp_path_factory: pytest.TempPathFactory) -> Callable[...,
                 continue
             kind = "private-" if private else ""
             one = folder / f"{kind}{source.parent.name}-{source.name}.o"
-            said = made(one, [*command, *native, *private, *INCLUDES, "-c", str(source)])
+            # the same loads and stores are watched, and most functions never run
+            plain = ["-O0"] if source.name == "wrap.c" else []
+            said = made(one, [*command, *plain, *native, *private, *INCLUDES, "-c", str(source)])
             assert not said, said
             objects.append(str(one))
         said = made(program, [*command, *INCLUDES, *own, *objects, *flags, "-ldl", "-lm"])

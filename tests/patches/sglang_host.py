@@ -388,7 +388,7 @@ def stand(one, direction, rung, **limits):
 
 @contextlib.contextmanager
 def forward(one):
-    """A forward that runs until the block is left (20 s at most, so that a submission that waits for it fails)."""
+    """A forward that runs until the block is left (120 s at most, so that a submission that waits for it fails)."""
     gc.collect()  # memory that Python frees only now and then: cudaFree waits for all work, so for this forward
     library = one.host.rt.library
     library.kvhostGateCreate.restype = ctypes.c_void_p
@@ -396,7 +396,7 @@ def forward(one):
     assert library.kvhostGateLaunch(gate, ctypes.c_void_p(one.host.compute)) == 0
     over = one.host.cuda.Event()
     over.record(one.forward_stream)
-    late = threading.Timer(20, library.kvhostGateOpen, [gate])
+    late = threading.Timer(120, library.kvhostGateOpen, [gate])
     late.start()
     try:
         yield over

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,13 +30,17 @@ def pinned():
 """
 
 
+NO_TORCH = "raise ImportError('none here: it takes longer than the rest')"
+
+
 def outcomes(folder: Path, tests: str, *arguments: str, **files: str) -> dict[str, str]:
-    """PASSED or FAILED of each test; `files` are modules beside it."""
-    for name, text in {"copies": COPIES, "test_it": tests, **files}.items():
+    """PASSED or FAILED of each test; `files` are modules beside it. Of plugins, kvprobe's alone is there."""
+    for name, text in {"copies": COPIES, "test_it": tests, "torch": NO_TORCH, **files}.items():
         (folder / f"{name}.py").write_text(text)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rA", "--tb=short", "--kvprobe"]
-    command += ["--kvprobe-device", "host", *arguments, "test_it.py"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    command += ["-p", "kvprobe.testing.plugin", "--kvprobe-device", "host", *arguments, "test_it.py"]
+    env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
     lines = [line.split(" ", 2)[:2] for line in done.stdout.splitlines() if "::test_" in line]
     found = {name.partition("::")[2]: outcome for outcome, name in lines if outcome in ("PASSED", "FAILED", "ERROR")}
     assert found, done.stdout + done.stderr
@@ -113,22 +118,24 @@ def test_a_stack_that_cannot_be_seen_whole_passes_nothing(tmp_path):
     copies = COPIES + (
         """
 import os
-READY, DONE = os.pipe(), os.pipe()
-C = ct.CDLL(None)
-COPY = ct.CFUNCTYPE(ct.c_int, ct.c_void_p, ct.c_void_p, ct.c_size_t, ct.c_int, ct.c_void_p)
+HERE, READY, DONE = os.pipe(), os.pipe(), os.pipe()
 
-def copy(address=PAGEABLE, size=4096):  # waits, copies and tells in three calls; nobody needs the GIL between them
-    program.run(GPU, ct.c_void_p(address), STREAM, READY[0], DONE[1])
+def copy(address=PAGEABLE, size=4096):  # tells, waits, copies and tells in one call, which needs no GIL
+    program.run(GPU, ct.c_void_p(address), STREAM, HERE[1], READY[0], DONE[1])
 """
     )
     helper = r"""
 #include <stddef.h>
 #include <unistd.h>
 int cudaMemcpyAsync(void *, const void *, size_t, int, void *);
-int run(void *to, void *from, void *stream, int ready, int done) {
+int run(void *to, void *from, void *stream, int here, int ready, int done) {
     char c = 0;
-    int code = read(ready, &c, 1) == 1 ? cudaMemcpyAsync(to, from, 4096, 1, stream) : -1;
+    int code = write(here, &c, 1) == 1 && read(ready, &c, 1) == 1 ? cudaMemcpyAsync(to, from, 4096, 1, stream) : -1;
     return write(done, &c, 1) == 1 ? code : -1;
+}
+int let_it_copy(int ready, int done) {
+    char c = 0;
+    return write(ready, &c, 1) == 1 && read(done, &c, 1) == 1;
 }
 """
     from kvprobe.native.build import compiler
@@ -150,8 +157,8 @@ import copies, deep
 def test_it():
     thread = threading.Thread(target=deep.go, args=(200,))
     thread.start()
-    os.write(copies.READY[1], b"x")
-    ct.PyDLL(None).read(copies.DONE[0], ct.create_string_buffer(1), 1)  # with the GIL
+    os.read(copies.HERE[0], 1)
+    assert ct.PyDLL("./helper.so").let_it_copy(copies.READY[1], copies.DONE[0])  # with the GIL
     thread.join()
 """
     assert outcomes(tmp_path, tests, deep=DEEP, copies=copies) == {"test_it": "FAILED"}

@@ -23,7 +23,7 @@ typedef int copy_fn(void *, const void *, size_t, int, void *);
 int cudaMalloc(void **, size_t);
 int cudaHostAlloc(void **, size_t, unsigned);
 
-enum { PATIENCE_S = 10 };
+enum { PATIENCE_S = 60 };
 static atomic_int inside, over;
 
 static int hold(struct dl_phdr_info *info, size_t size, void *unused) {

@@ -67,7 +67,7 @@ static void *copier(void *unused) {
 }
 
 int main(int argc, char **argv) {
-    alarm(20);
+    alarm(120);
     real_dlopen = (void *(*)(const char *, int))dlsym(RTLD_NEXT, "dlopen");
     pthread_t thread;
     pthread_create(&thread, NULL, copier, NULL);
