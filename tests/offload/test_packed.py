@@ -143,6 +143,9 @@ def test_parts_of_blocks_and_blocks_of_no_whole_cells_come_back(pools: Make) -> 
             engine.store(range(2 * per), [7, 3]).wait()
             engine.load([7, 3], range(10, 10 + 2 * per)).wait()
             assert all(same(p.get(10 + i), [each]) for i, each in enumerate(held))
+            for i in range(2):  # coded by the CPU, not by a kernel
+                p.cpu.write(0, 9 + i, np.concatenate(held[i * per : (i + 1) * per]))
+                assert same([p.cpu.read(0, 9 + i)], [np.concatenate(held[i * per : (i + 1) * per])])
 
 
 # -- the reserve -------------------------------------------------------------------------------------------------------

@@ -43,6 +43,30 @@ def test_a_record_holds_the_bytes_that_were_submitted_and_the_parts_of_a_transfe
     assert parts[0, 3] == pytest.approx(256 * 4096, rel=0.2)  # the copies alone, at a byte a nanosecond
 
 
+@pytest.mark.parametrize("submit_ns", [-1.0, 100.0])
+def test_the_parts_of_a_transfer_are_never_longer_than_it_where_the_devices_times_are_coarse(
+    bench, recorded, submit_ns
+):
+    """So long after the clocks were compared, CUDA's times in float32 are off by up to a microsecond, either way."""
+    b = bench(
+        layers=1, virtual_clock=1, h2d_bytes_per_s=100.0, d2h_bytes_per_s=1e15, latency_ns=-1.0, submit_ns=submit_ns
+    )
+    with b.engine(policy="pooled", method="loop") as engine:
+        load = engine.load([0], [0], after=None)
+        b.runtime.advance(20_000_000_000)
+        stores = []
+        for _ in range(100):
+            b.runtime.advance(1_000_003)
+            stores.append(engine.store([1, 3], [1, 3], after=None).wait()._status)
+        assert engine.read().wrong is None
+        early = sum(one.copy_end_ns < one.built_ns + one.submit_ns for one in stores)
+        assert 10 < early < 90
+        assert not load.done
+    parts = np.stack([recorded()["src"], recorded()["dst"]], axis=1).astype("<u8").view("<f4") * 1e3
+    took = recorded()["dur_ns"].astype(float)
+    assert (parts >= 0).all() and (parts.sum(axis=1) <= took * 1.001 + 1).all()
+
+
 def test_a_stream_is_asked_only_where_its_event_does_not_tell(bench):
     b = bench(layers=1, blocks=256, virtual_clock=1, h2d_bytes_per_s=1e8)
     b.runtime.fail_call("cudaStreamQuery", 1, 999)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 MANY = 150  # requests behind one stream: more than have an event each there
 
 
@@ -74,3 +72,22 @@ def test_a_shared_transfer_holds_no_fence_once_its_stream_waits(bench):
         assert not load.done and engine.held["fences"] == 0
         load.wait()
         assert set(engine.held.values()) == {0}
+
+
+def test_events_are_made_up_to_what_there_is_space_for_even_after_one_was_refused(bench):
+    """Each load behind the compute takes two. They are made 16 at a time, and the refusal ends one such round early."""
+    b = bench(layers=1, depth=8192, blocks=1024, virtual_clock=1, compute_channels=32, channels=32)
+    compute, forward = b.runtime.stream_create(), b.runtime.stream_create()
+    with b.engine(policy="pooled", method="batch") as engine, b.runtime.gate() as gate:
+        made, before = engine.read().events, b.runtime.failed("cudaEventCreateWithFlags")
+        gate.launch(compute)
+        b.runtime.fail_call("cudaEventCreateWithFlags", 45)
+        for i in range(500):
+            engine.fence(engine.load([i], [i], after=compute), forward)
+            if i % 10 == 0:
+                b.runtime.advance(20_000_000)
+        assert b.runtime.failed("cudaEventCreateWithFlags") == before + 1
+        assert made < engine.read().events == 1024
+        gate.open()
+        engine.wait()
+        assert engine.read().wrong is None
