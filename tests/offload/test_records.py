@@ -159,3 +159,20 @@ def test_a_shared_transfer_has_a_mark_behind_every_so_many_copies(bench):
         names = [b.runtime.call_name(int(api)) for api in b.runtime.trace()["api"]]
     copies, marks = names.count("cudaMemcpyAsync"), names.count("cudaEventRecord")
     assert copies == 32 and 5 <= marks <= 8  # an eighth of the depth, and the end of each call
+
+
+def test_whoever_submits_himself_knows_first_what_the_device_has_done(bench, monkeypatch):
+    """What he is told of as outstanding is what the judge of a full queue counts with."""
+    b = bench(layers=1, virtual_clock=1, submit_ns=1_000)
+    told = []
+    with b.engine(policy="shared") as engine:
+        observe = engine.detector.observe
+        monkeypatch.setattr(engine.detector, "observe", lambda run: (told.append(run.outstanding), observe(run))[1])
+        for pause in range(0, 60_000, 3_000):
+            first = engine.load(range(0, 16, 2), range(0, 16, 2), after=None)
+            b.runtime.advance(pause)
+            second = engine.load([20], [20], after=None)
+            second.wait()
+            over = first._status.copy_end_ns < second._status.built_ns
+            assert (told.pop() == 0) == over, pause
+            assert told.pop() == 0
