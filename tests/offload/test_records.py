@@ -98,6 +98,20 @@ def test_loads_behind_the_same_compute_go_together_once_it_is_over(bench):
         assert engine.read().launches[0][METHOD_NAMES.index("batch")] <= 4
 
 
+@pytest.mark.parametrize("method", ["batch", "kernel"])
+def test_loads_to_the_same_block_never_go_in_one_launch(bench, method):
+    """A launch says nothing of which of its copies comes first; loads that come at once to others go together."""
+    b = bench(layers=1, blocks=64, virtual_clock=1)
+    with b.engine(policy="pooled", method=method) as engine:
+        for targets, launches in (([1, 3, 5, 7], 1), ([1, 3, 1, 3], 2), ([9, 9, 9, 9], 4)):
+            before = sum(engine.read().launches[0])
+            for i, target in enumerate(targets):
+                engine.load([10 * i], [target], after=None)
+            engine.wait()
+            assert sum(engine.read().launches[0]) - before == launches
+    assert np.array_equal(b.bytes_of(b.gpu)[0][[1, 3, 9]], b.bytes_of(b.cpu)[0][[20, 30, 30]])
+
+
 def test_many_requests_on_one_stream_share_fences(bench):
     b = bench(layers=1, blocks=64, virtual_clock=1)
     compute = b.runtime.stream_create()
