@@ -1,4 +1,4 @@
-"""What requests wait for, on the virtual clock: streams of compute by their own events, and by events that many share."""
+"""What requests wait for, on the virtual clock: streams of compute by their own events, or by one that many share."""
 
 from __future__ import annotations
 
