@@ -53,6 +53,7 @@ OWN = {  # of C files whose part the engine's histories use only by the way
     }.items()
 }
 ENGINE = (
+    "test_waits.py",
     "test_fences.py",
     "test_methods.py",
     "test_blocks.py",
@@ -62,6 +63,9 @@ ENGINE = (
     "test_packed.py",
 )
 RECORDS = Check("tests/offload/test_records.py", (*PYTEST, "tests/offload/test_records.py"), 60)
+SANITIZED = Check(
+    "sanitizers", (*PYTEST, "tests/native/test_submitter_sanitizers.py", "-k", "drain and undefined"), 120
+)
 SUITE = Check("tests/offload", (*PYTEST, *(f"tests/offload/{name}" for name in ENGINE)), 240)
 MORE = Check("more histories", ("1:4000", "2:1000", "0:1000"), 300, histories=True)
 STALLED_S = 40  # without any use of the processor
@@ -74,7 +78,8 @@ def checks_of(mutant: Mutant, quick: bool = False) -> list[Check]:
         seconds = [own, HISTORIES] if own else [HISTORIES, RECORDS, THREADS]
         if mutant.file.endswith("cells.c"):
             seconds.reverse()  # whose own tests take longest
-        return seconds if quick else [*seconds, SUITE, MORE]
+        slow = [SUITE, MORE] if own else [SUITE, SANITIZED, MORE]
+        return seconds if quick else [*seconds, *slow]
     tests = python_source.FILES[mutant.file]
     own = Check(" ".join(tests), (*PYTEST, *tests), 240)
     with_engine = mutant.file.startswith("kvprobe/offload/")

@@ -543,6 +543,33 @@ def test_what_is_closed_has_given_its_memory_back(bench, asked_for):
     assert allocated() - before < 1 << 20
 
 
+def test_a_request_that_is_refused_has_given_its_memory_back(bench):
+    b, ids, before = bench(layers=1, blocks=8192, gpu_bytes=16, cpu_bytes=16), np.arange(8192), 0
+    with b.engine(policy="pooled") as engine:
+        for number in range(200):
+            if number == 50:  # what is made once is there by now
+                before = allocated()
+            b.runtime.fail_call("cudaEventRecord", 1, 1)
+            with pytest.raises(CudaError):
+                engine.load(ids, ids)
+            engine.load(ids[:1], ids[:1]).wait()
+        assert allocated() - before < 1 << 20
+
+
+def test_memory_of_many_requests_at_once_is_given_back_but_for_what_the_next_ones_take(bench):
+    b, ids, before = bench(layers=1, blocks=8192, gpu_bytes=16, cpu_bytes=16, virtual_clock=1), np.arange(8192), 0
+    compute = b.runtime.stream_create()
+    with b.engine(policy="pooled", compute_stream=compute) as engine:
+        for number in range(8):
+            if number == 3:  # what is kept is there by now
+                before = allocated()
+            b.runtime.launch_delay(compute, 1_000_000)
+            for _ in range(100):  # 64 KiB each
+                engine.load(ids, ids)
+            engine.wait()
+        assert allocated() - before < 1 << 20
+
+
 def test_an_engine_that_nothing_can_end_is_closed_all_the_same_and_says_so(bench):
     b = bench(layers=1, virtual_clock=1)
     compute, forward = b.runtime.stream_create(), b.runtime.stream_create()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes as ct
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -143,9 +145,28 @@ def test_parts_of_blocks_and_blocks_of_no_whole_cells_come_back(pools: Make) -> 
             engine.store(range(2 * per), [7, 3]).wait()
             engine.load([7, 3], range(10, 10 + 2 * per)).wait()
             assert all(same(p.get(10 + i), [each]) for i, each in enumerate(held))
+            for i in range(2):  # coded by the CPU, not by a kernel
+                p.cpu.write(0, 9 + i, np.concatenate(held[i * per : (i + 1) * per]))
+                assert same([p.cpu.read(0, 9 + i)], [np.concatenate(held[i * per : (i + 1) * per])])
 
 
 # -- the reserve -------------------------------------------------------------------------------------------------------
+
+
+def test_where_not_even_the_list_of_tails_has_memory_that_is_said() -> None:
+    """In a process of its own, which takes all that it may have in small pieces first."""
+    program = (
+        "import ctypes, os, resource\n"
+        "from kvprobe.native.library import core\n"
+        "native, take = core(), ctypes.CDLL(None).malloc\n"
+        "take.restype = ctypes.c_void_p\n"
+        "used = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used, used))\n"
+        "for size in range(256, 0, -8):\n"
+        "    while take(size): pass\n"
+        "os._exit(0 if native.kvp_reserve_open(None, 1, 1, 0) is None else 1)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_blocks_that_do_not_shrink_take_tails_until_none_is_left(pools: Make) -> None:

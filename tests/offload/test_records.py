@@ -43,6 +43,30 @@ def test_a_record_holds_the_bytes_that_were_submitted_and_the_parts_of_a_transfe
     assert parts[0, 3] == pytest.approx(256 * 4096, rel=0.2)  # the copies alone, at a byte a nanosecond
 
 
+@pytest.mark.parametrize("submit_ns", [-1.0, 100.0])
+def test_the_parts_of_a_transfer_are_never_longer_than_it_where_the_devices_times_are_coarse(
+    bench, recorded, submit_ns
+):
+    """So long after the clocks were compared, CUDA's times in float32 are off by up to a microsecond, either way."""
+    b = bench(
+        layers=1, virtual_clock=1, h2d_bytes_per_s=100.0, d2h_bytes_per_s=1e15, latency_ns=-1.0, submit_ns=submit_ns
+    )
+    with b.engine(policy="pooled", method="loop") as engine:
+        load = engine.load([0], [0], after=None)
+        b.runtime.advance(20_000_000_000)
+        stores = []
+        for _ in range(100):
+            b.runtime.advance(1_000_003)
+            stores.append(engine.store([1, 3], [1, 3], after=None).wait()._status)
+        assert engine.read().wrong is None
+        early = sum(one.copy_end_ns < one.built_ns + one.submit_ns for one in stores)
+        assert 10 < early < 90
+        assert not load.done
+    parts = np.stack([recorded()["src"], recorded()["dst"]], axis=1).astype("<u8").view("<f4") * 1e3
+    took = recorded()["dur_ns"].astype(float)
+    assert (parts >= 0).all() and (parts.sum(axis=1) <= took * 1.001 + 1).all()
+
+
 def test_a_stream_is_asked_only_where_its_event_does_not_tell(bench):
     b = bench(layers=1, blocks=256, virtual_clock=1, h2d_bytes_per_s=1e8)
     b.runtime.fail_call("cudaStreamQuery", 1, 999)
@@ -72,6 +96,20 @@ def test_loads_behind_the_same_compute_go_together_once_it_is_over(bench):
             gate.open()
         engine.wait()
         assert engine.read().launches[0][METHOD_NAMES.index("batch")] <= 4
+
+
+@pytest.mark.parametrize("method", ["batch", "kernel"])
+def test_loads_to_the_same_block_never_go_in_one_launch(bench, method):
+    """A launch says nothing of which of its copies comes first; loads that come at once to others go together."""
+    b = bench(layers=1, blocks=64, virtual_clock=1)
+    with b.engine(policy="pooled", method=method) as engine:
+        for targets, launches in (([1, 3, 5, 7], 1), ([1, 3, 1, 3], 2), ([9, 9, 9, 9], 4)):
+            before = sum(engine.read().launches[0])
+            for i, target in enumerate(targets):
+                engine.load([10 * i], [target], after=None)
+            engine.wait()
+            assert sum(engine.read().launches[0]) - before == launches
+    assert np.array_equal(b.bytes_of(b.gpu)[0][[1, 3, 9]], b.bytes_of(b.cpu)[0][[20, 30, 30]])
 
 
 def test_many_requests_on_one_stream_share_fences(bench):
@@ -135,3 +173,20 @@ def test_a_shared_transfer_has_a_mark_behind_every_so_many_copies(bench):
         names = [b.runtime.call_name(int(api)) for api in b.runtime.trace()["api"]]
     copies, marks = names.count("cudaMemcpyAsync"), names.count("cudaEventRecord")
     assert copies == 32 and 5 <= marks <= 8  # an eighth of the depth, and the end of each call
+
+
+def test_whoever_submits_himself_knows_first_what_the_device_has_done(bench, monkeypatch):
+    """What he is told of as outstanding is what the judge of a full queue counts with."""
+    b = bench(layers=1, virtual_clock=1, submit_ns=1_000)
+    told = []
+    with b.engine(policy="shared") as engine:
+        observe = engine.detector.observe
+        monkeypatch.setattr(engine.detector, "observe", lambda run: (told.append(run.outstanding), observe(run))[1])
+        for pause in range(0, 60_000, 3_000):
+            first = engine.load(range(0, 16, 2), range(0, 16, 2), after=None)
+            b.runtime.advance(pause)
+            second = engine.load([20], [20], after=None)
+            second.wait()
+            over = first._status.copy_end_ns < second._status.built_ns
+            assert (told.pop() == 0) == over, pause
+            assert told.pop() == 0

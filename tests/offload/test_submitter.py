@@ -493,3 +493,16 @@ def test_the_ctas_that_moved_the_bytes_are_counted(bench):
         read, kernel = engine.read(), METHOD_NAMES.index("kernel")
         assert read.bytes[0][kernel] == 256 * 16384
         assert list(read.cta_bytes) == [3 * 256 * 16384, 0]
+
+
+def test_no_bound_of_an_earlier_request_keeps_neighbours_apart(made):
+    """The second has the memory of the first one, which had a bound more: in the middle of what both copy."""
+    b, submitter = made()
+    at, run = b.gpu.regions[0].address, [(i, i) for i in range(64)]
+    two = submitter.submit(copies(b, "load", run, Bounds([at - BLOCK, at + 8 * BLOCK])), "load")
+    two.wait()
+    assert two.calls == 2
+    for _ in range(8):
+        one = submitter.submit(copies(b, "load", run, Bounds([at - BLOCK])), "load")
+        one.wait()
+        assert one.calls == 1

@@ -148,6 +148,16 @@ def test_one_byte_short_and_one_byte_over_are_refused() -> None:
         decode(other, len(block))
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 6, 7, 8, 4095])
+def test_the_checksum_is_what_is_written_of_it(size: int) -> None:
+    """Words of four bytes, each times its weight; the last one, where it is not whole, is filled up with zeros."""
+    block = np.random.default_rng(size).integers(1, 256, size, dtype=np.uint8).tobytes()
+    words = np.frombuffer(block + bytes(-size % 4), dtype="<u4").tolist()
+    weights = [(i + 1) * 0x9E3779B1 % 2**32 for i in range(len(words))]
+    expected = (size + 1) * 0x9E3779B97F4A7C15 + sum(a * b for a, b in zip(words, weights, strict=True))
+    assert checksum(block) == expected % 2**64
+
+
 def test_the_checksum_depends_on_bytes_places_and_length() -> None:
     block = normal(4096, "bf16")
     swapped = block[8:16] + block[:8] + block[16:]

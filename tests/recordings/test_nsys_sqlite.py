@@ -73,6 +73,47 @@ def test_a_stream_that_only_waits_is_of_no_device_where_its_process_has_several(
     assert devices == {7: 0, 8: 1, 9: -1}
 
 
+def two_copies(path, *more, kind=1):
+    """An export with two copies, of `kind` the second one, and whatever else is said."""
+    one = 5 << 24
+    return make(
+        path,
+        "CREATE TABLE StringIds (id INTEGER, value TEXT)",
+        "INSERT INTO StringIds VALUES (1, 'cudaMemcpyAsync'), (2, 'cudaStreamSynchronize')",
+        "CREATE TABLE CUPTI_ACTIVITY_KIND_RUNTIME (start INTEGER, end INTEGER, globalTid INTEGER, "
+        "correlationId INTEGER, nameId INTEGER)",
+        f"INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (1, 2, {one}, 1, 1), (3, 4, {one}, 2, 1), (5, 6, {one}, 3, 2)",
+        "CREATE TABLE CUPTI_ACTIVITY_KIND_MEMCPY (start INTEGER, end INTEGER, deviceId INTEGER, streamId INTEGER, "
+        "correlationId INTEGER, globalPid INTEGER, bytes INTEGER, copyKind INTEGER)",
+        f"INSERT INTO CUPTI_ACTIVITY_KIND_MEMCPY VALUES (4, 5, 0, 7, 1, {one}, 8, 1), "
+        f"(6, 7, 0, 8, 2, {one}, 8, {kind})",
+        "CREATE TABLE CUPTI_ACTIVITY_KIND_SYNCHRONIZATION (start INTEGER, end INTEGER, streamId INTEGER, "
+        "correlationId INTEGER, globalPid INTEGER, eventId INTEGER)",
+        *more,
+    )
+
+
+def test_what_synchronised_without_a_call_in_the_export_gives_no_other_call_its_stream(tmp_path):
+    waits = "INSERT INTO CUPTI_ACTIVITY_KIND_SYNCHRONIZATION VALUES"
+    found = []
+    for number, rows in enumerate([f"(5, 6, 8, 3, {5 << 24}, 0)", f"(5, 6, 8, 3, {5 << 24}, 0), (1, 2, 7, 99, 0, 4)"]):
+        r = open_recording([two_copies(tmp_path / f"{number}.sqlite", f"{waits} {rows}")])
+        found.append((r.calls["stream"].tolist(), r.calls["src"].tolist()))
+    assert found[0] == found[1] and -1 not in found[0][0]
+
+
+@pytest.mark.parametrize("kind", [-1, 10**6, 1 << 40])
+def test_a_copy_of_a_kind_that_no_tool_wrote_yet_is_read(tmp_path, kind):
+    r = open_recording([two_copies(tmp_path / "a.sqlite", kind=kind)])
+    assert r.executions["direction"].tolist()[0] == Direction.H2D and r.executions.rows == 2
+
+
+def test_progress_is_told_in_parts_of_one_that_never_fall(tmp_path):
+    told = []
+    nsys_sqlite.read(two_copies(tmp_path / "a.sqlite"), lambda what, share: told.append(share))
+    assert len(told) > 3 and told == sorted(told) and told[0] > 0 and told[-2] < told[-1] == 1
+
+
 def test_oldest_schema_with_a_byte_that_is_no_utf8_is_read(shared):
     r = shared.open("extrap")
     assert count(r, "cudaMemcpyAsync") == 30 and count(r, "cudaLaunchKernel") == 12

@@ -137,6 +137,12 @@ def test_allocation_that_goes_on_while_serving_is_no_start_up():
     assert finding.lost_ns == pytest.approx(100 * MS, rel=0.1) and 0 < finding.share <= 1
 
 
+@pytest.mark.parametrize("since_ns", [0, 1 << 60])
+def test_allocation_that_goes_on_behind_the_first_few_copies_is_no_start_up_whenever_the_clock_began(since_ns):
+    r = program(pins(100, since_ns + 10_000, MS, 20 * MS) + copies(1_000, since_ns + MS // 2, every_ns=2 * MS))
+    assert serving_window(r).start_ns - since_ns < 2 * MS
+
+
 def test_one_allocation_between_two_spells_of_serving_stays_in_the_window():
     r = program(copies(10_000, 0) + pins(1, 1_000 * MS, 300 * MS, 0) + copies(10_000, 1_300 * MS))
     assert serving_window(r).start_ns == 0
