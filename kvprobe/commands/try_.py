@@ -213,7 +213,7 @@ def _from_outside(
     for change in wanted:
         total.setdefault(change.key, change)
     if not total:
-        left["nothing to try: no finding names a change that needs no change of the program"] = None
+        left["nothing to try: no finding names a change that kvprobe can make without editing the program"] = None
     return list(best_first(total.values())), list(left)
 
 

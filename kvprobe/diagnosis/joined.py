@@ -60,11 +60,13 @@ LOUD = (
 
 def size(count: float) -> str:
     """Bytes in the unit that a person would take, of three digits."""
-    unit, scale = next((one for one in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)) if count >= one[1]), ("bytes", 1.0))
+    unit, scale = next((one for one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if count >= one[1]), ("bytes", 1.0))
     return f"{count / scale:,.3g} {unit}" if count < 1e12 else f"{count / scale:,.0f} {unit}"
 
 
 ms = time_text  # a duration for a sentence
+
+DIRECTIONS = {Direction.H2D: "CPU to GPU", Direction.D2H: "GPU to CPU"}  # for a sentence
 
 
 def range_of(values: Array) -> str:

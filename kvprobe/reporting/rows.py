@@ -124,9 +124,9 @@ def rows_chart(
         table("Threads and streams", columns, listed, _LISTED),
         "Zoom in to see single calls. Until then, each bar stands for a stretch of time, and its height shows how "
         f"busy the thread or stream was in the busiest part of it. {spans} Click one to see its stack. A line connects "
-        "a stream's wait with the work that it waits for. An arrow leads to the end of a blocked call, from the last "
-        "operation that ended before the call returned. The address in the browser contains the zoom and the call that "
-        "you clicked: copy it to come back to them. To get all calls, use kvprobe export.",
+        "a stream's wait with the work that it waits for. An arrow ends where a blocked call returned. It begins at "
+        "the last operation that ended before this return. The address in the browser contains the zoom and the call "
+        "that you clicked: copy it to come back to them. To get all calls, use kvprobe export.",
     )
 
 

@@ -325,8 +325,8 @@ def occupancy_charts(
         found.span,
         charts.Axis("submissions outstanding", "outstanding", "count"),
         charts.Besides(marks=marks, levels=levels),
-        how=f"{_HOW[queues.how]} The chart counts a call from the moment it is entered, so it shows "
-        "one more than the others that were outstanding then.",
+        how=f"{_HOW[queues.how]} The chart counts the call itself as well, so it shows one more than "
+        "the text, which counts only the others.",
     )
     return chart, _cliff(recording, found, queues)
 
@@ -386,14 +386,14 @@ def _cliff(recording: Recording, found: Submissions, queues: Occupancy) -> Chart
         deep_ns = charts.quantiles(spent[queue.blocked], 0.5)[0]
         low, high_ = queue.plateau
         at = f"{low:,}" if low == high_ else f"{low:,} to {high_:,}"
-        where = f"for the {int(queue.blocked.sum()):,} calls blocked"
-        where += f" at {at}" if low >= 0 else " by it"
+        where = f"The {int(queue.blocked.sum()):,} blocked calls"
+        where += f", with {at} outstanding, take" if low >= 0 else " take"
     else:
-        deep_ns, where = charts.quantiles(spent[bins >= keys[-1] * 0.95], 0.5)[0], "at its deepest"
+        deep_ns, where = charts.quantiles(spent[bins >= keys[-1] * 0.95], 0.5)[0], "A call at the greatest depth takes"
     name = _queue_name(recording, queue)
     summary = (
-        f"{name}: the median call takes {duration(shallow_ns)} while the queue is at most half as deep as at its "
-        f"deepest, and {duration(deep_ns)} {where}. A step means a full queue; a flat line means a healthy one."
+        f"{name}: while the queue is at most half as deep as it gets, a call takes {duration(shallow_ns)} (median). "
+        f"{where} {duration(deep_ns)} (median). A step means a full queue; a flat line means a healthy one."
     )
     ceiling = [(float(queue.ceiling), f"full at {queue.ceiling:,}")] if queue.ceiling > 0 else []
     spec = {

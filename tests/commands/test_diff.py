@@ -52,7 +52,7 @@ def test_usual_costs_that_rose_make_a_recording_worse(kvprobe, shared_data: Path
     said = " ".join(out.split())
     assert "mfu_2gpu_after.sqlite is worse than mfu_2gpu_before.sqlite: “The GPU waited 50.3 ms for the host" in said
     assert "a typical submission is 1.49" in said
-    assert "a difference of 2.5% of the time of its threads)." in said
+    assert "which costs the threads 2.5% of their time." in said
 
 
 def walk(rng: np.random.Generator, rows: int, scale: float = 1.0) -> np.ndarray:
