@@ -182,7 +182,8 @@ def best_first(changes: Iterable[Change]) -> tuple[Change, ...]:
 
 
 _PLURALS = re.compile(
-    r"(?<![\d.,])1 ((?:\w+ ){0,2})(copies|submissions|calls|loads|stores|allocations|gaps)\b( are\b| were\b| that record\b)?"
+    r"(?<![\d.,])1 ((?:\w+ ){0,2})(copies|submissions|calls|loads|stores|allocations|gaps)\b"
+    r"( are\b| were\b| that record\b)?"
 )
 
 _VERBS = {" are": " is", " were": " was", " that record": " that records"}

@@ -27,6 +27,7 @@ from kvprobe.account import COPIES
 from kvprobe.account.stretches import NOBODY
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import DIRECTIONS, Array, JoinedRecording, ms, share
+from kvprobe.diagnosis.weights_not_overlapped import CAUSE as WEIGHTS
 from kvprobe.recordings.intervals import Cover, distinct
 from kvprobe.recordings.link_rate import PCIE_5
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
@@ -139,7 +140,7 @@ def find(joined: JoinedRecording) -> Finding | None:
 def _fewer(joined: JoinedRecording) -> tuple[Change, ...]:
     """Fewer bytes: of weights, where another finding says that copies are of weights."""
     account = joined.account
-    if any(account.claimed_ns(gpu, "weights_not_overlapped", COPIES) for gpu in account.gpus):
+    if any(account.claimed_ns(gpu, WEIGHTS, COPIES) for gpu in account.gpus):
         return (FEWER_WEIGHTS,)
     return FEWER, Change("Recompute short prefixes instead of loading them where that is faster")
 

@@ -134,7 +134,7 @@ def find(joined: JoinedRecording) -> Finding | None:
 
 def _ahead(joined: JoinedRecording) -> Change:
     """AHEAD, with the options of the servers that may be meant."""
-    options = {name: f"{name} calls this asynchronous loading or prefetch" for name in ("vLLM", "SGLang")}
+    options = {"vLLM": "vLLM calls this asynchronous loading", "SGLang": "SGLang calls this prefetch"}
     return Change(with_options(joined.recording, AHEAD.text, options), share=AHEAD.share)
 
 
