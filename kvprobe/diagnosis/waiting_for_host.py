@@ -62,11 +62,11 @@ CURES: dict[Line, Change] = {
         "Submit many operations at once: a CUDA graph, a batch of copies, one kernel for many blocks", share=1.0
     ),
     Line.PYTHON: Change(
-        "Prepare the next step while this one runs, or in another process: the GPU waits for Python", share=1.0
+        "Prepare the next step while this one runs, in another process or thread: the GPU waits for Python", share=1.0
     ),
     Line.NO_CPU: Change("Give the server CPUs of its own (a larger quota, `taskset`, fewer processes)", share=1.0),
     Line.TIER: Change("Read ahead of the step that needs the bytes, on another thread", share=1.0),
-    Line.ELSEWHERE: Change("Prepare the next step while this one runs, on another thread", share=1.0),
+    Line.ELSEWHERE: Change("Do the thread's other work while the GPU runs the step before", share=1.0),
 }
 BESIDE = (Line.PYTHON, Line.TIER, Line.ELSEWHERE)  # their changes move work beside the GPU's, and take none away
 
@@ -124,8 +124,8 @@ def _left(joined: JoinedRecording) -> Finding | None:
     first = lines[0]
     evidence = [
         Evidence(
-            f"for {ms(by_line[line])}, {share(by_line[line], gpu.window_ns)} of {ms(gpu.window_ns)}, nothing ran, and "
-            f"the thread that submitted what ran next {DID[line]}",
+            f"for {ms(by_line[line])}, {share(by_line[line], gpu.window_ns)} of the serving window, nothing ran: the "
+            f"submitting thread {DID[line]}",
             by_line[line],
             "ns",
             MEASURED,

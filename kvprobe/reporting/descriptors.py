@@ -11,7 +11,7 @@ from kvprobe.recordings.descriptors import StreamCopies, copies_by_stream, has_a
 from kvprobe.recordings.model import Direction, Recording
 from kvprobe.recordings.serving import ServingWindow
 from kvprobe.reporting import streams
-from kvprobe.reporting.units import NONE, bytes_text, count_text, duration, number_text, rate
+from kvprobe.reporting.units import NONE, count_text, duration, number_text, rate, size_text
 from kvprobe.reporting.views import TableView, more_rows, table
 
 __all__ = ["DIRECTIONS", "costly", "descriptor_table", "submitters_table"]
@@ -134,7 +134,7 @@ def _row(recording: Recording, one: StreamCopies, linked: bool) -> list[Any]:
         f"{name}, in batches" if one.batches else name,
         DIRECTIONS.get(one.direction, NONE),
         _known(one.descriptors),
-        (bytes_text(median), median) if median >= 0 else NONE,
+        (size_text(median), median) if median >= 0 else NONE,
         (duration(one.call_ns), one.call_ns),
         (duration(one.host_ns), one.host_ns),
         _known(one.runs),
@@ -150,8 +150,8 @@ def _row(recording: Recording, one: StreamCopies, linked: bool) -> list[Any]:
 def _sizes_text(low: int, high: int, most: int) -> str:
     if low == most:
         return "all alike"
-    middle = bytes_text(low) if low == high else f"{bytes_text(low)} to {bytes_text(high)}"
-    return middle if most == high else f"{middle}, largest {bytes_text(most)}"
+    middle = size_text(low) if low == high else f"{size_text(low)} to {size_text(high)}"
+    return middle if most == high else f"{middle}, largest {size_text(most)}"
 
 
 def _known(count: int) -> Any:

@@ -24,7 +24,7 @@ from kvprobe.reporting import headline
 from kvprobe.reporting.inputs import Input
 from kvprobe.reporting.inputs import sections as apart
 from kvprobe.reporting.streams import process_name
-from kvprobe.reporting.units import NONE, bytes_text, rate, value_text
+from kvprobe.reporting.units import NONE, moved_text, rate, value_text
 from kvprobe.reporting.views import Chart, Section, table
 from kvprobe.version import version
 
@@ -216,7 +216,7 @@ def _provenance(recording: Recording | None) -> tuple[list[Any], list[str], list
             one.path,
             one.format,
             one.tool or NONE,
-            (bytes_text(one.bytes), one.bytes),
+            (moved_text(one.bytes), one.bytes),
             *([one.sha256 or NONE] if hashed else []),
         ]
         for one in recording.source

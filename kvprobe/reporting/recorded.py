@@ -23,9 +23,9 @@ from kvprobe.reporting.headline import PageHead
 from kvprobe.reporting.rows import rows_chart
 from kvprobe.reporting.units import (
     NONE,
-    bytes_text,
     count_text,
     duration,
+    moved_text,
     percent,
     rate,
     ratio,
@@ -232,7 +232,7 @@ def _startup(recording: Recording, window: ServingWindow) -> tuple[str, list[Cha
             part.what,
             (f"{part.calls:,}", part.calls),
             (duration(part.ns), part.ns),
-            (bytes_text(part.bytes) if part.bytes else NONE, part.bytes),
+            (moved_text(part.bytes) if part.bytes else NONE, part.bytes),
             (rate(part.bytes_per_s) if part.bytes else NONE, part.bytes_per_s),
             part.call,
             (duration(part.longest_ns), part.longest_ns),
@@ -495,7 +495,7 @@ def _served(recording: Recording) -> TableView:
                 f"{recording.text(int(kinds[i][0]))} {recording.text(int(kinds[i][1]))}",
                 words.get(Direction(int(kinds[i][2])), NONE),
                 (count_text(int(calls[i])), int(calls[i])),
-                (bytes_text(moved), moved),
+                (moved_text(moved), moved),
                 (duration(int(spent[i])), int(spent[i])),
                 (count_text(copies), copies),
                 (count_text(pageable), pageable),
@@ -512,7 +512,7 @@ def _llama_cpp(recording: Recording) -> TableView:
             streams.process_name(recording, one.process),
             one.name,
             (count_text(one.copies), one.copies),
-            (bytes_text(one.size_bytes), one.size_bytes),
+            (moved_text(one.size_bytes), one.size_bytes),
             (duration(one.held_ns), one.held_ns),
             (count_text(one.pageable), one.pageable),
             (percent(one.pageable_bytes / one.size_bytes), one.pageable_bytes / one.size_bytes)

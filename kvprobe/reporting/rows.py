@@ -19,7 +19,7 @@ from kvprobe.recordings.intervals import in_time
 from kvprobe.recordings.model import SUBMITTING, CallKind, Engine, Recording, Table
 from kvprobe.reporting import streams
 from kvprobe.reporting.lanes import MEMORY, STYLES, WAIT, WORK, Lane, copy_text, engine_styles, gpu_lanes, range_lanes
-from kvprobe.reporting.units import bytes_text, count_text, duration, percent
+from kvprobe.reporting.units import count_text, duration, percent, size_text
 from kvprobe.reporting.views import Chart, table
 from kvprobe.reporting.waits import waited_for
 
@@ -358,7 +358,7 @@ def _texts(recording: Recording, row: _Row, where: Array) -> list[str]:
     columns = (names, *(ran[column][where] for column in ("engine", "direction", "bytes", "count")))
     for name, engine, direction, size, count in zip(*(column.tolist() for column in columns), strict=True):
         if engine == Engine.COPY:
-            text = copy_text(direction) + (f", {bytes_text(size)}" if size > 0 else "")
+            text = copy_text(direction) + (f", {size_text(size)}" if size > 0 else "")
         else:
             text = recording.text(name) or Engine(engine).name.lower()
         said.append(f"{text} in {count:,} submissions" if ran.kind == "spans" and count > 1 else text)

@@ -15,7 +15,7 @@ from kvprobe.recordings.model import SUBMITTING, Engine, Recording
 from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy, depth_series
 from kvprobe.reporting import charts, series
 from kvprobe.reporting.charts import Mark, Points
-from kvprobe.reporting.units import NONE, bytes_text, duration, percent
+from kvprobe.reporting.units import NONE, duration, moved_text, percent
 from kvprobe.reporting.views import Chart, TableView, left_out, numbers, table
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def stream_table(recording: Recording, found: Submissions, queues: Occupancy | N
                 *_timed(group.times, span_ns, _threads(recording, found, group)),
                 (f"{depth:,}" if depth >= 0 else NONE, depth),
                 (duration(blocked) if queue else NONE, blocked),
-                (bytes_text(payload), payload),
+                (moved_text(payload), payload),
                 (percent(busy.get(row, 0) / span_ns) if busy else NONE, busy.get(row, 0) / span_ns),
             ]
         )
