@@ -28,7 +28,7 @@ COMMANDS = {
     "detach": "End a recording that `kvprobe attach` began.",
     "try": "Measure which of a report's changes help a command, without editing the program.",
     "top": "Show recorded processes live.",
-    "metrics": "Export metrics of recorded processes (Prometheus, OpenTelemetry), and keep the calls around each slow moment.",
+    "metrics": "Export metrics to Prometheus or OpenTelemetry, and keep the calls around each slow moment.",
     "reduce": "Reduce the recordings of many ranks to one report that compares them.",
     "triage": "Say of each recording in one line whether a launch queue was full, where, and what it cost.",
     "report": "Write an HTML page that says what is wrong in recordings.",

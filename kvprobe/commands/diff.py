@@ -87,6 +87,8 @@ def _print_accounts(found: SideBySide) -> None:
 
     for reason in found.apart:
         click.echo(plain(f"Careful: {reason}."))
+    if found.lines and any(sum(gpu.seen for gpu in one.account.gpus) > 1 for _, _, one in found.sides):
+        click.echo("All GPUs together, as shares of their serving windows:")
     for line in found.lines:
         shares = f"{percent(line.share_before):>6} -> {percent(line.share_after):>6}"
         click.echo(plain(f"  {shares}  {line.title}"))

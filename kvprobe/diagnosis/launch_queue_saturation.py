@@ -264,7 +264,7 @@ def _of_queues(found: Full) -> list[Evidence]:
     """What the queue that lost most shows beside its depth."""
     first, evidence = found.queues[0], list[Evidence]()
     if found.how == "inferred":
-        evidence.append(Evidence(first.reason, float(first.ceiling), "1", INFERRED))
+        evidence.append(Evidence(first.reason.replace("(inferred: ", "("), float(first.ceiling), "1", INFERRED))
     if np.isfinite(first.aligned):
         evidence.append(
             Evidence(

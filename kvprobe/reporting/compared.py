@@ -44,7 +44,8 @@ def sections(
             "What changed",
             "Recordings differ in length, so what a finding cost is compared as a share of the serving window. If the "
             "recording shows the GPU, this is the share in which the GPU waited. The time lost is that of threads or "
-            "copies. A call counts as faster or slower if it changed by more than 5% and the 95% interval of the change does not include 1.",
+            "copies. A call counts as faster or slower if it changed by more than 5% and the 95% interval of the "
+            "change does not include 1.",
             [],
             [account_table(lines), _findings(changes), _calls(calls)],
         )

@@ -82,8 +82,8 @@ def submitters_thread(name: str) -> bool:
 
 
 def thread_title(name: str) -> str:
-    """A thread's name as it is shown; kvprobe's submitter is said to be no thread of the program."""
-    return name.replace(SUBMITTER, "kvprobe's submitter") if submitters_thread(name) else name
+    """A thread's name as it is shown, without its number; kvprobe's submitter is no thread of the program."""
+    return name.replace(SUBMITTER, "kvprobe's submitter") if submitters_thread(name) else _bare(name)
 
 
 @dataclass(frozen=True)
