@@ -32,8 +32,8 @@ def command(before: Path, after: Path, output: Path | None, force: bool, as_json
     kvprobe compares what each finding cost. For the calls that both recordings have, it compares how long a typical
     submission takes. Recordings differ in length, so the cost of a finding is a share: of the serving window if the
     recording shows the GPU, else of the time of the threads. A difference counts if it is at least 1%. In brackets
-    stands the time that threads, copies or the GPU lost. It may be longer than the share says, because a thread can
-    lose time while the GPU computes.
+    stands the time that threads, copies or the GPU lost. This time may be longer than the share says, because a thread
+    can lose time while the GPU computes.
 
     A call counts as slower or faster if its time changed by more than 5% and the 95% interval of the change (by block
     bootstrap) does not include 1. "2.00x lower" means that the time before is twice the time after. An interval of

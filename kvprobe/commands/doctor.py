@@ -231,7 +231,7 @@ def _queue(runtime: Runtime) -> Iterator[Check]:
     yield Check(
         "launch queue",
         "channels",
-        f"{limits.channels}, shared by all streams; {limits.capacity:,} submissions to many streams fitted, as measured",
+        f"{limits.channels}, shared by all streams; {limits.capacity:,} submissions to many streams fitted, measured",
         GOOD if limits.channels >= 4 else BAD,
         todo,
     )

@@ -108,7 +108,7 @@ def command(
 
     The program needs no change: vllm, sglang, lmcache, torchrun, python app.py. kvprobe follows its processes through
     fork, spawn, shells and other virtual environments. When all processes have ended, kvprobe writes one report into
-    the run folder, `report.html`. It does so however they end: by themselves, by Ctrl-C, by SIGTERM or by a kill.
+    the run folder, `report.html`, also after Ctrl-C, SIGTERM or a kill.
     `kvprobe report DIR` makes the report of a run that still goes on, or of one that ended together with its container.
     """
     if not words:

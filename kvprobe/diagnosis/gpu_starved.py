@@ -1,4 +1,4 @@
-"""The device is idle while the host prepares the next step.
+"""The GPU is idle while the host prepares the next step.
 
 Mechanism: the host schedules, tokenises, loads data or builds descriptors for longer than the GPU needs for the queued
 work, so the GPU runs out of work. Nothing in CUDA is slow.

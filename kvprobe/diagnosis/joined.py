@@ -443,7 +443,7 @@ class JoinedRecording(Joined):
     ) -> Finding | None:
         """As `open_question`, of what the device did with these calls, where it was not recorded."""
         window = int(self.start[rows].min()), int(self.end[rows].max())
-        by_device = Change("Record what the device executes: `kvprobe run --nsys -- COMMAND`", "recording")
+        by_device = Change("Record what the GPU executes: `kvprobe run --nsys -- COMMAND`", "recording")
         return self.finding(
             cause,
             title,

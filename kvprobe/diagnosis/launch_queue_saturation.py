@@ -1,7 +1,7 @@
 """The launch queue behind a stream is full: each further submission waits until an earlier one has been served.
 
 Mechanism: a stream takes about a thousand submissions (1,021 on an H200, 1,022 on a V100, 1,135 to 1,141 on an H100).
-The next call blocks until the device has freed a slot. So a call that usually takes a microsecond takes as long as the
+The next call blocks until the GPU has freed a slot. So a call that usually takes a microsecond takes as long as the
 oldest operation in the queue, and blocks the thread that submits.
 
 Signature: the depth of a queue is the number of submissions in it. Three signs are needed:
@@ -323,7 +323,7 @@ def _cure(joined: JoinedRecording, found: Full) -> list[Change]:
         return [
             *cure,
             Change(
-                "Launch fewer, larger pieces of work: CUDA graphs, fused kernels; the device is behind, not the host"
+                "Launch fewer, larger pieces of work: CUDA graphs, fused kernels; the GPU is behind, not the CPU"
             ),
             Change("Let another thread do the work that the blocked thread does besides launching"),
         ]

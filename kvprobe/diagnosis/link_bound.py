@@ -1,4 +1,4 @@
-"""The link runs at its full rate and the device waits for it: these bytes cannot be copied faster.
+"""The link runs at its full rate and the GPU waits for it: these bytes cannot be copied faster.
 
 Mechanism: moving the bytes takes longer than the computation that runs at the same time.
 
@@ -12,7 +12,7 @@ This finding counts only the time of the copy engine that they leave. A finding 
 queue, may explain a part of the same wait. The change for the full queue then lets copies run beside kernels, which
 shortens the wait. For the rest of the wait, only fewer bytes help.
 
-If the recording does not show what the device did, it does not show whether the model waits for copies. If the copies
+If the recording does not show what the GPU did, it does not show whether the model waits for copies. If the copies
 on copy streams then carry 80% of the link's rate over the whole time, the cause is an open question.
 
 Time lost: the time in which the copy engine works and nothing computes, without what other findings explain.
@@ -86,7 +86,7 @@ def open_question(joined: JoinedRecording) -> Finding | None:
         np.concatenate(chosen),
         np.concatenate(taken),
         evidence=evidence,
-        because="whether the device had something to compute meanwhile",
+        because="whether the GPU had something to compute meanwhile",
         cure=(Change(f"If the model waits for these copies: {FEWER.text[:1].lower()}{FEWER.text[1:]}", "setting"),),
     )
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from kvprobe.account import Line
 from kvprobe.diagnosis.finding import COUNTED, LABELLED, MEASURED, Change, Evidence, Finding, cause_of
-from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share, size
+from kvprobe.diagnosis.joined import DIRECTIONS, Array, JoinedRecording, ms, share, size
 from kvprobe.diagnosis.llama_cpp import LLAMA_CPP, changes, programs
 from kvprobe.diagnosis.queue_full import queue_blocked
 from kvprobe.recordings.model import CallKind, Direction, Memory
@@ -166,7 +166,7 @@ def _of_pinned(joined: JoinedRecording, pinned: Array) -> list[Evidence]:
 
 def _of_directions(joined: JoinedRecording, rows: Array, excess: Array) -> list[Evidence]:
     evidence = []
-    for direction, name in ((Direction.H2D, "host to device"), (Direction.D2H, "device to host")):
+    for direction, name in DIRECTIONS.items():
         mine = joined.direction[rows] == direction
         if mine.any():
             part = share(int(excess[mine].sum()), int(excess.sum()))

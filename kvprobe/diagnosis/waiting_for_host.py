@@ -32,7 +32,7 @@ from kvprobe.recordings.model import Array
 CAUSE = cause_of(__name__)
 DID = {
     Line.FULL_QUEUE: "was blocked by a full queue",
-    Line.WAITING_FOR_DEVICE: "waited for the device, which had nothing to do",
+    Line.WAITING_FOR_DEVICE: "waited for the GPU, which had nothing to do",
     Line.ALLOCATING: "allocated, pinned or freed memory",
     Line.PAGEABLE: "copied pageable memory",
     Line.SUBMITTING: "submitted, operation by operation",
@@ -89,7 +89,7 @@ def _between_requests(joined: JoinedRecording) -> Finding | None:
     seen = (
         "no thread of the process used the CPU"
         if why == Unknown.OUTSIDE
-        else "after most other waits for the device it submits at once"
+        else "after most other waits for the GPU it submits at once"
     )
     window = int(cut.start[mine].min()), int(cut.end[mine].max())
     return joined.finding(

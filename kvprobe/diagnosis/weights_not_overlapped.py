@@ -14,11 +14,12 @@ true:
  - Many copies have one size of at least 1 MiB, and each copy was submitted before the kernel in front of it had ended.
    So the copy could have run beside this kernel. A copy that was submitted later may not have been possible earlier.
 
-If the device was not recorded, kvprobe sees large loads on a stream that has as many launches, but not what computes
+If the GPU was not recorded, kvprobe sees large loads on a stream that has as many launches, but not what computes
 meanwhile. If these loads carry enough bytes to fill a tenth of the time, the cause is an open question.
 
-Time lost: the time for which copies and kernels could have run side by side, less the time for which they did. They
-could have run side by side for as long as the shorter of the two takes: all copies, or all kernels.
+Time lost: the time for which copies and kernels could have run side by side, less the time for which they did. All
+copies take some time, and all kernels take some time: the shorter of these two times is how long both could have run
+side by side.
 Predicted saving: the same time.
 """
 
@@ -150,7 +151,7 @@ def open_question(joined: JoinedRecording) -> Finding | None:
                 INFERRED,
             ),
         ),
-        because="what the device executed while large loads ran on the stream that computes",
+        because="what the GPU executed while large loads ran on the stream that computes",
         cure=(Change("If they are weights: " + PREFETCH[:1].lower() + PREFETCH[1:]),),
     )
 

@@ -13,7 +13,7 @@ from kvprobe.reporting.views import Section, TableView, table
 
 __all__ = ["sections", "title", "verdict", "way"]
 
-WORDS = {"h2d": "loads (host to device)", "d2h": "stores (device to host)"}
+WORDS = {"h2d": "loads (CPU to GPU)", "d2h": "stores (GPU to CPU)"}
 
 
 def way(method: str, ctas: int) -> str:
