@@ -479,6 +479,8 @@ class JoinedRecording(Joined):
         places, calls = self.device_places(rows, got), self._calls_of(rows, got)
         loss = Loss(int(got.sum()), len(rows), lost_on, window, span, places, calls)
         explained = self.explainer.copies(cause, self.x_start[rows], self.x_end[rows], loss.ns)
+        gpus = len(distinct(self.recording.executions["device"][rows] + 1))
+        title += f", added up over {gpus} GPUs" if gpus > 1 and "{lost}" in title else ""
         return self._finding(cause, title, confidence, loss, explanation, explained)
 
     def finding(

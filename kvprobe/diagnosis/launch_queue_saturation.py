@@ -322,9 +322,7 @@ def _cure(joined: JoinedRecording, found: Full) -> list[Change]:
     if of_launches:
         return [
             *cure,
-            Change(
-                "Launch fewer, larger pieces of work: CUDA graphs, fused kernels; the GPU is behind, not the CPU"
-            ),
+            Change("Launch fewer, larger pieces of work: CUDA graphs, fused kernels; the GPU is behind, not the CPU"),
             Change("Let another thread do the work that the blocked thread does besides launching"),
         ]
     channels = joined.recording.machine.get("channels") or 4

@@ -121,11 +121,9 @@ def find(joined: JoinedRecording) -> Finding | None:
     if not chosen:
         return None
     rows = np.concatenate(chosen)
-    gpus = len(distinct(table["device"][rows] + 1))
-    together = f" (sum of {gpus} GPUs)" if gpus > 1 else ""
     return joined.device_finding(
         CAUSE,
-        f"The link is the limit: only copies ran for {{lost}}, at the link's full rate{together}",
+        "The link is the limit: only copies ran for {lost}, at the link's full rate",
         "certain",
         rows,
         np.concatenate(losses),
