@@ -141,7 +141,7 @@ def failures(recording: Recording) -> list[FailedCall]:
 def _at_the_end(recording: Recording) -> Array:
     """Mask of the calls that find the context destroyed after the last call of their process that did not fail."""
     calls = recording.calls
-    out = calls["result"] == DESTROYED
+    out: Array = calls["result"] == DESTROYED
     for process in np.unique(calls["process"][out]):
         mine = calls["process"] == process
         last = calls["start_ns"][mine & (calls["result"] == 0)].max(initial=0)
