@@ -102,9 +102,8 @@ def command(
     limits. CAUSE is the name of a cause or a part of the name, such as "pageable". "saturation" stands for every cause
     that goes back to a full launch queue. Only the serving window is judged, not the start-up.
 
-    A recording may be cut off, be empty, or not show enough. Then check fails the limits that are certainly exceeded,
-    and calls the others undecided. An undecided limit makes the exit code 1. With --allow-undecided, only an exceeded
-    limit does.
+    A recording may be cut off, be empty, or not show enough. Then check fails the limits that are certainly exceeded.
+    The other limits are undecided, which makes the exit code 1 as well, unless you pass --allow-undecided.
     """
     from kvprobe.errors import RecordingError
     from kvprobe.reporting import check_writable
