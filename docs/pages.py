@@ -34,7 +34,7 @@ PAGES = {**BESIDE, **{f"docs/{name}": name for name in WRITTEN}}  # file of the 
 IMAGES = ROOT / "docs" / "images"
 # The sidebar: caption -> pages.
 SIDEBAR = {
-    "Start": ("getting-started", "reading", "recording-costs", "situations"),
+    "Start": ("getting-started", "reading", "glossary", "recording-costs", "situations"),
     "Worked cases": (
         "cases",
         "case-full-queue",

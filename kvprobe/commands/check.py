@@ -78,7 +78,7 @@ class CheckedLimit:
     type=click.Choice(["text", "github"]),
     default="text",
     show_default=True,
-    help="github: annotations for GitHub Actions, at the Python line to change where a stack shows this line.",
+    help="github: annotations for GitHub Actions. If a Python stack was recorded, they stand at the line to change.",
 )
 @window_options
 def command(
@@ -98,12 +98,12 @@ def command(
 ) -> int:
     """Check recordings against limits: exit code 1 if a limit is exceeded or cannot be decided, 0 if all limits hold.
 
-    Without any limit, the check fails if there is a critical finding. With limits, a critical finding that no limit
-    covers does not fail the check. CAUSE is the name of a cause or a part of the name, such as "pageable". "saturation"
-    stands for every cause that goes back to a full launch queue. Only the serving window is judged, not the start-up.
+    If you set no limit, the check fails on any critical finding. If you set limits, the check looks only at these
+    limits. CAUSE is the name of a cause or a part of the name, such as "pageable". "saturation" stands for every cause
+    that goes back to a full launch queue. Only the serving window is judged, not the start-up.
 
-    A recording that is cut off, empty or does not show enough is undecided. A limit that it exceeds still fails. The
-    other limits are skipped, and the exit code is 1. With --allow-undecided it is 0, unless a limit failed.
+    A recording may be cut off, be empty, or not show enough. Then check fails the limits that are certainly exceeded.
+    The other limits are undecided, which makes the exit code 1 as well, unless you pass --allow-undecided.
     """
     from kvprobe.errors import RecordingError
     from kvprobe.reporting import check_writable

@@ -31,13 +31,14 @@ def command(before: Path, after: Path, output: Path | None, force: bool, as_json
 
     kvprobe compares what each finding cost. For the calls that both recordings have, it compares how long a typical
     submission takes. Recordings differ in length, so the cost of a finding is a share: of the serving window if the
-    recording shows the GPU, else of the time of the threads. The lost time beside the share can be more than
-    this share of the window, because a thread can lose time while the GPU computes. A difference counts if it is at
-    least 1%.
+    recording shows the GPU, else of the time of the threads. A difference counts if it is at least 1%. In brackets
+    stands the time that threads, copies or the GPU lost. This time may be longer than the share says, because a thread
+    can lose time while the GPU computes.
 
     A call counts as slower or faster if its time changed by more than 5% and the 95% interval of the change (by block
-    bootstrap) does not include 1. "1.31x lower" with an interval of "0.69x to 5.79x" means that the time before is 1.31
-    times the time after, and that the data fit everything from 0.69 to 5.79 times.
+    bootstrap) does not include 1. "2.00x lower" means that the time before is twice the time after. An interval of
+    "1.50x to 2.50x" means that the data fit every factor in it. "unsure" means that the interval includes 1: the data
+    do not tell whether the call became faster or slower.
 
     A recording that is cut off, empty or does not show enough cannot prove that a finding is gone. The result is then
     undecided, and the exit code is 1. --from, --to and --range compare a part of each recording.
@@ -86,6 +87,8 @@ def _print_accounts(found: SideBySide) -> None:
 
     for reason in found.apart:
         click.echo(plain(f"Careful: {reason}."))
+    if found.lines and any(sum(gpu.seen for gpu in one.account.gpus) > 1 for _, _, one in found.sides):
+        click.echo("All GPUs together, as shares of their serving windows:")
     for line in found.lines:
         shares = f"{percent(line.share_before):>6} -> {percent(line.share_after):>6}"
         click.echo(plain(f"  {shares}  {line.title}"))
@@ -123,8 +126,8 @@ def _print(conclusion: Conclusion, changes: list[FindingChange], calls: list[Cal
         console.print("Findings: none in either recording.")
     else:
         title = (
-            "Findings: share of the window that each cost, before -> after (in brackets: all time that threads, copies "
-            "or the GPU lost)"
+            "Findings: what each cost before -> after, as a share of the serving window (in brackets: the time that "
+            "threads, copies or the GPU lost)"
         )
         console.print(Text(title, style="italic"))
         for change in changes:
@@ -150,7 +153,7 @@ def _print(conclusion: Conclusion, changes: list[FindingChange], calls: list[Cal
         header_style="dim",
     )
     wide = console.width >= 78
-    for name in ("Call", "Before", "After", "Change", *(["its 95% interval"] if wide else []), ""):
+    for name in ("Call", "Before", "After", "Change", *(["95% interval"] if wide else []), ""):
         grid.add_column(
             name, justify="left" if name in ("Call", "") else "right", no_wrap=name != "Call", overflow="fold"
         )
@@ -160,5 +163,6 @@ def _print(conclusion: Conclusion, changes: list[FindingChange], calls: list[Cal
             verdict = Text(VERDICTS[moved.verdict], style=styles.get(moved.verdict, "dim"))
             times = duration(moved.before), duration(moved.after)
             moved_by = "unchanged" if moved.verdict == "same" else change_text(moved.ratio)
-            grid.add_row(f"  {figure}", *times, moved_by, *([interval(moved)] if wide else []), verdict)
+            sure = "" if moved.verdict == "unsure" else interval(moved)
+            grid.add_row(f"  {figure}", *times, "" if not sure else moved_by, *([sure] if wide else []), verdict)
     console.print(grid)

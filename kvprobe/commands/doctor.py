@@ -225,12 +225,13 @@ def _queue(runtime: Runtime) -> Iterator[Check]:
     todo = (
         ""
         if limits.channels >= 8
-        else "set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts, so that fewer streams share a channel"
+        else "for programs with several streams, set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts: fewer streams "
+        "share a channel"
     )
     yield Check(
         "launch queue",
         "channels",
-        f"{limits.channels}, shared by all streams; together they hold {limits.capacity:,}",
+        f"{limits.channels}, shared by all streams; {limits.capacity:,} submissions to many streams fitted, measured",
         GOOD if limits.channels >= 4 else BAD,
         todo,
     )

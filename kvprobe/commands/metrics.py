@@ -23,9 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 
-@click.command(
-    short_help="Serve metrics of recorded processes (Prometheus, OpenTelemetry), and save calls of slow moments."
-)
+@click.command(short_help="Export metrics to Prometheus or OpenTelemetry, and keep the calls around each slow moment.")
 @click.argument("target", required=False, metavar="[PID|NAME|FOLDER]")
 @click.option("--port", default=9464, show_default=True, type=click.IntRange(0, 65535), help="0: serve nothing.")
 @click.option(

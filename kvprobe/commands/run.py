@@ -107,9 +107,9 @@ def command(
     """Run COMMAND and record every CUDA copy of every process it starts.
 
     The program needs no change: vllm, sglang, lmcache, torchrun, python app.py. kvprobe follows its processes through
-    fork, spawn, shells and other virtual environments. When all processes have ended, the run folder holds one
-    recording and one report, `report.html`. `kvprobe report DIR` makes the report of a run that still goes on or was
-    cut off.
+    fork, spawn, shells and other virtual environments. When all processes have ended, kvprobe writes one report into
+    the run folder, `report.html`, also after Ctrl-C, SIGTERM or a kill.
+    `kvprobe report DIR` makes the report of a run that still goes on, or of one that ended together with its container.
     """
     if not words:
         raise UsageError("no command was given: kvprobe run [OPTIONS] -- COMMAND [ARGUMENT...]")

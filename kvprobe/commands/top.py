@@ -57,8 +57,8 @@ ENDED = "{run} has ended, and top shows running processes only: see `kvprobe rep
 def command(target: str | None, interval: float, once: bool, as_json: bool, prometheus: int | None) -> None:
     """Watch submissions while they happen: rate, p50 and p99, blocked time, GB/s, the longest call in flight.
 
-    If a server marks its steps, top also shows the time to the first token and between tokens, where that time went,
-    and which request waited longest.
+    For vLLM, SGLang and any program that calls `kvprobe.mark` at each step, top also shows the time to the first token
+    and between tokens, where that time went, and which request waited longest.
 
     FOLDER is the run folder that `kvprobe run` or `kvprobe attach` printed. PID is a recorded process, and NAME is a
     part of its command line. Without a target, top shows all of these that exist: the run folder in $KVPROBE_RUN, the

@@ -34,11 +34,11 @@ def command(inputs: tuple[Path, ...], as_json: bool, window: WindowOptions) -> i
     recording is undecided if it is cut off, empty, or has no submissions. `kvprobe check --no saturation` and `kvprobe
     report` give the same answer for each recording. `kvprobe report` also finds other causes.
 
-    Each line shows the answer, the host time lost, how many submissions the queue held when it was full, the stream,
-    and the file. "not seen" means that the recording does not show how many the queue held. Where a report has several
-    causes for that time, the next line divides it. A folder stands for all recordings below it; a run folder is one
-    recording. --from, --to and --range judge a part of each recording. The exit code is 1 if an input cannot be read,
-    or has no calls in that part.
+    Each line shows the answer, the time that threads lost, how many submissions the queue held when it was full, the
+    stream, and the file. If this number varied, the greatest is shown. "not seen" means that the recording does not
+    show it. If several causes share the time lost, the next line says how much each cost. A folder stands for all
+    recordings below it; a run folder is one recording. --from, --to and --range judge a part of each recording. The
+    exit code is 1 if an input cannot be read, or has no calls in that part.
     """
     from kvprobe.durations import time_text
     from kvprobe.recordings import expand_deeply

@@ -45,7 +45,7 @@ class CommandFailedError(KvprobeError):
 
 
 @click.command(
-    short_help="Run a command with and without the changes that need no edit of the program.",
+    short_help="Measure which of a report's changes help a command, without editing the program.",
     context_settings={"allow_interspersed_args": False},
 )
 @click.argument("words", nargs=-1, metavar="[--] COMMAND [ARGUMENT...]", type=click.UNPROCESSED)
@@ -213,7 +213,7 @@ def _from_outside(
     for change in wanted:
         total.setdefault(change.key, change)
     if not total:
-        left["nothing to try: no finding names a change that needs no change of the program"] = None
+        left["nothing to try: no finding names a change that kvprobe can make without editing the program"] = None
     return list(best_first(total.values())), list(left)
 
 

@@ -1,7 +1,7 @@
 """Memory is allocated, freed, pinned or registered between submissions.
 
 Mechanism: `cudaMalloc`, `cudaHostAlloc`, `cudaHostRegister` and the calls that free or unregister take the context
-lock, may wait for the device, and pin page by page (tens of milliseconds for 100 MB). During serving, each of these
+lock, may wait for the GPU, and pin page by page (tens of milliseconds for 100 MB). During serving, each of these
 calls is a pause.
 
 Signature: one of these calls takes at least 20 µs, and its thread submits work before and after the call. The first 32

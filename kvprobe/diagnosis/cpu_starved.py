@@ -33,7 +33,7 @@ from kvprobe.recordings.intervals import distinct
 
 CAUSE = cause_of(__name__)
 PROVES = Line.NO_CPU
-KERNEL = "counted by the kernel"
+LINUX = "counted by Linux"
 LEAST_SHARE = 0.10  # of a thread's time, waited between its calls
 
 
@@ -154,7 +154,7 @@ def _quota_evidence(throttled: int) -> list[Evidence]:
     if not throttled:
         return []
     text = f"up to {ms(throttled)} of it while the control group's CPU quota was used up"
-    return [Evidence(text, throttled, "ns", KERNEL)]
+    return [Evidence(text, throttled, "ns", LINUX)]
 
 
 def _cure(by_quota: float) -> list[Change]:
@@ -188,7 +188,7 @@ def _inside_calls(joined: JoinedRecording, inside: _CpuWait, between: _CpuWait |
             f"their threads waited {ms(waited)} for a CPU",
             waited,
             "ns",
-            KERNEL,
+            LINUX,
         ),
         *_quota_evidence(throttled),
     ]
@@ -198,7 +198,7 @@ def _inside_calls(joined: JoinedRecording, inside: _CpuWait, between: _CpuWait |
                 f"between their calls, the threads waited another {ms(between.lost_ns)} for a CPU",
                 between.lost_ns,
                 "ns",
-                KERNEL,
+                LINUX,
             )
         )
     return joined.host_finding(
@@ -225,13 +225,13 @@ def _between_calls(joined: JoinedRecording, between: _CpuWait, inside: _CpuWait 
             f"{len(rows):,} pauses of a millisecond or more",
             lost,
             "ns",
-            KERNEL,
+            LINUX,
         ),
         *_quota_evidence(throttled),
     ]
     if inside:
         text = f"{len(inside.rows):,} submissions waited for a CPU inside the call, another {ms(inside.lost_ns)}"
-        evidence.append(Evidence(text, inside.lost_ns, "ns", KERNEL))
+        evidence.append(Evidence(text, inside.lost_ns, "ns", LINUX))
         joined.host.claim(CAUSE, inside.rows, inside.ns)
     return joined.finding(
         CAUSE,

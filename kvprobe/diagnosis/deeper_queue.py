@@ -9,6 +9,7 @@ queue was found empty the device goes on with the thread, so the burst that begi
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -33,14 +34,19 @@ _LONG_AGO = -(1 << 62)
 def deeper(joined: JoinedRecording, found: Full, shape: str) -> Change:
     """CUDA_SCALE_LAUNCH_QUEUES=4x, which deepens every queue, with what it alone saves of a shape of blocked calls."""
     share = 0.0 if found.ceiling >= SCALED_ALREADY and shape != "channels" else spared(joined, found, shape, SCALE)
+    jetson = ". This GPU may be a Jetson's: a Jetson has hung with this setting" if _on_jetson(joined) else ""
     return Change(
-        "Set CUDA_SCALE_LAUNCH_QUEUES=4x before CUDA starts: every launch queue becomes four times as deep. Do not set "
-        "it on a Jetson: a Jetson has hung with this setting",
+        f"Set CUDA_SCALE_LAUNCH_QUEUES=4x before CUDA starts: every launch queue becomes four times as deep{jetson}",
         "environment",
         "CUDA_SCALE_LAUNCH_QUEUES",
         "4x",
         share=share,
     )
+
+
+def _on_jetson(joined: JoinedRecording) -> bool:
+    """Whether the recorder names the GPU of a Jetson: "Orin (nvgpu)"."""
+    return bool(re.search(r"jetson|orin|xavier|tegra|thor|nvgpu", str(joined.recording.machine.get("gpu", "")), re.I))
 
 
 def spared(joined: JoinedRecording, found: Full, shape: str, factor: float) -> float:

@@ -5,7 +5,7 @@ Mechanism: a descriptor is the source, destination and size of one copy. `cudaMe
 ms to submit and 1.9 ms to execute.
 
 Signature: the time inside batch calls grows with the number of descriptors. At least one call takes 200 µs or more.
-Each call that counts takes at least 60 µs, at most 5 µs for each descriptor, and at least half of what the device needs
+Each call that counts takes at least 60 µs, at most 5 µs for each descriptor, and at least half of what the GPU needs
 for the copies. The queue is not full, and the host memory is pinned. Kineto does not write how many descriptors a batch
 has. In the recordings of Kineto, three of these calls are enough for a finding that is likely.
 

@@ -30,6 +30,7 @@ MOST_LINES = 4
 
 # Not ready; CUDA is gone; registered already, not registered; peers that were made known to one another already.
 ANSWERS = np.array([4, 600, 704, 705, 712, 713])
+DESTROYED = 709  # the context: a process that ends destroys it
 STICKY = frozenset({214, 220, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719})  # every later call fails, too
 ASKING = int(CallKind.OTHER)  # cuGetProcAddress, cudaEventQuery, whatever a recorder keeps beside what does work
 TRIED = np.array([CallKind.ALLOC, CallKind.FREE, CallKind.CREATE], dtype=np.uint8)
@@ -57,8 +58,12 @@ class FailedCall:
     @property
     def said(self) -> str:
         """How many of how many calls returned it."""
-        part = f", {share(self.count, self.calls)}" if self.calls > self.count else ""
-        return f"{self.count:,} of {self.calls:,} calls of {self.name}{part}, returned {self.error}"
+        if self.calls == self.count:
+            return f"{'the only call' if self.calls == 1 else f'all {self.calls:,} calls'} of {self.name} " + (
+                f"returned {self.error}"
+            )
+        part = share(self.count, self.calls)
+        return f"{self.count:,} of {self.calls:,} calls of {self.name}, {part}, returned {self.error}"
 
 
 def not_shown(joined: JoinedRecording) -> NotLookedFor | None:
@@ -98,7 +103,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         severity=_severity(real),
         evidence=evidence,
         cure=(
-            Change(f"Look at what {first.name} returned, at the line that made it: {first.error}", "call"),
+            Change(f"Test what {first.name} returns, in the code that calls it: {first.error}", "call"),
             Change("To find the call, make each call report its own error: CUDA_LAUNCH_BLOCKING=1, compute-sanitizer"),
         ),
     )
@@ -107,7 +112,8 @@ def find(joined: JoinedRecording) -> Finding | None:
 def failures(recording: Recording) -> list[FailedCall]:
     """What failed, by call and error: those that fail for good first, then the most frequent."""
     calls, totals = recording.calls, recording.totals
-    works = calls["kind"] != ASKING
+    ended = _at_the_end(recording)
+    works = (calls["kind"] != ASKING) & ~ended
     failed = np.flatnonzero((calls["result"] != 0) & works & ~np.isin(calls["result"], ANSWERS))
     counted = _by_name(totals["name"], np.where(totals["kind"] != ASKING, totals["errors"], 0))
     made = _by_name(totals["name"], totals["calls"]) or _by_name(calls["name"], np.ones(calls.rows, dtype=np.int64))
@@ -116,7 +122,7 @@ def failures(recording: Recording) -> list[FailedCall]:
     names = np.unique(calls["name"][failed])
     for name in names.tolist():
         mine = failed[calls["name"][failed] == name]
-        answers = int(((calls["name"] == name) & np.isin(calls["result"], ANSWERS)).sum())
+        answers = int(((calls["name"] == name) & (np.isin(calls["result"], ANSWERS) | ended)).sum())
         more = max(counted.get(name, 0) - answers - len(mine), 0)  # in the totals alone: as those that were kept
         codes, kept = np.unique(calls["result"][mine], return_counts=True)
         for code, many in zip(codes.tolist(), kept.tolist(), strict=True):
@@ -124,12 +130,23 @@ def failures(recording: Recording) -> list[FailedCall]:
             count = many + round(more * many / len(mine))
             kind = int(calls["kind"][rows[0]])
             out.append(FailedCall(recording.text(name), kind, code, count, max(made.get(name, 0), count), rows))
-    answered = set(calls["name"][np.isin(calls["result"], ANSWERS)].tolist())
+    answered = set(calls["name"][np.isin(calls["result"], ANSWERS) | ended].tolist())
     for name, count in counted.items():  # of earlier recordings, which kept none of them
         if count and name not in names and name not in answered:
             none = np.zeros(0, dtype=np.int64)
             out.append(FailedCall(recording.text(name), kinds[name], 0, count, made.get(name, count), none))
     return sorted(out, key=lambda one: (one.code not in STICKY, -one.count))
+
+
+def _at_the_end(recording: Recording) -> Array:
+    """Mask of the calls that find the context destroyed after the last call of their process that did not fail."""
+    calls = recording.calls
+    out: Array = calls["result"] == DESTROYED
+    for process in np.unique(calls["process"][out]):
+        mine = calls["process"] == process
+        last = calls["start_ns"][mine & (calls["result"] == 0)].max(initial=0)
+        out[mine] &= calls["start_ns"][mine] >= last
+    return out
 
 
 def _by_name(names: Array, values: Array) -> dict[int, int]:

@@ -46,11 +46,11 @@ def find(joined: JoinedRecording) -> Finding | None:
     of_launches = 2 * int(ns[launching].sum()) > int(ns.sum())
     streams = np.unique(joined.stream[rows])
     waited = joined.stream_name(int(streams[0])) if len(streams) == 1 else f"{len(streams)} streams"
-    whose = "its launch queue" if len(streams) == 1 else "their launch queues"
+    queue, it = ("launch queue", "the stream") if len(streams) == 1 else ("launch queues", "these streams")
     waited = waited.replace("{", "{{").replace("}", "}}")  # a program may name its streams as it likes
     return joined.host_finding(
         CAUSE,
-        f"{{calls}} submissions waited {{lost}}: {waited} waited for an event, and {whose} filled up",
+        f"The {queue} of {waited} filled up while {it} waited for an event: {{calls}} submissions blocked for {{lost}}",
         "certain" if told and behind else "likely",
         rows,
         ns,

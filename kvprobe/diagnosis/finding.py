@@ -182,8 +182,11 @@ def best_first(changes: Iterable[Change]) -> tuple[Change, ...]:
 
 
 _PLURALS = re.compile(
-    r"(?<![\d.,])1 ((?:\w+ ){0,2})(copies|submissions|calls|loads|stores|allocations|gaps)\b( are\b| were\b)?"
+    r"(?<![\d.,])1 ((?:\w+ ){0,2})(copies|submissions|calls|loads|stores|allocations|gaps)\b"
+    r"( are\b| were\b| that record\b)?"
 )
+
+_VERBS = {" are": " is", " were": " was", " that record": " that records"}
 
 
 def singular(text: str) -> str:
@@ -193,7 +196,7 @@ def singular(text: str) -> str:
         noun = "copy" if found[2] == "copies" else found[2][:-1]
         if found[1].startswith("of "):  # "1 of 174 copies was"
             noun = found[2]
-        return f"1 {found[1]}{noun}{ {' are': ' is', ' were': ' was'}.get(found[3] or '', '') }"
+        return f"1 {found[1]}{noun}{_VERBS.get(found[3] or '', '')}"
 
     return _PLURALS.sub(one, text)
 

@@ -1,4 +1,4 @@
-"""The device is idle while the host prepares the next step.
+"""The GPU is idle while the host prepares the next step.
 
 Mechanism: the host schedules, tokenises, loads data or builds descriptors for longer than the GPU needs for the queued
 work, so the GPU runs out of work. Nothing in CUDA is slow.
@@ -12,9 +12,9 @@ least five gaps, which together take at least 10% of the time. Three kinds of ga
    their cause is `python_or_gil_bound`, too;
  - gaps that the report counts as "nothing to do", because there was no request to work on.
 
-Time lost: the part of these gaps in which the thread was in no CUDA call. Predicted saving: the same time, if the host
-prepares the next step while the current one runs. But the saving is at most the time for which the GPU worked between
-two gaps, because longer preparation does not fit beside this work.
+Time lost: the part of these gaps in which the thread was in no CUDA call.
+Predicted saving: the host prepares the next step while the GPU runs the current one. So kvprobe predicts for each gap
+the shorter of two times: the preparation, or the GPU's work between this gap and the gap before.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Find
 from kvprobe.diagnosis.gaps import Gaps, gaps_chart, idle_gaps, nothing_to_do, outside_calls_ns
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.diagnosis.python_or_gil_bound import explained
+from kvprobe.diagnosis.server_options import with_options
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import CallKind, Direction
 
@@ -33,6 +34,17 @@ CAUSE = cause_of(__name__)
 OF_EXECUTIONS = True  # told by what the device executed: without it, not looked for
 LONG_NS, LEAST_SHARE, MANY = STEP_NS, 0.10, 5
 _MOST = 0.9  # of the preparation that fits beside the GPU's work: where less does, it has to become shorter
+_HALF = 0.5  # where less than this fits, a shorter preparation comes first
+MOVE = "Prepare the next step while the current one runs"
+SHORTEN = (
+    "Make the preparation of a step shorter, and do it while the GPU runs the step before. To move it alone saves "
+    "little, because the GPU's part of a step is short"
+)
+OPTIONS = {
+    "DataLoader": "In a data loader: let workers of its own load the data (num_workers, pin_memory)",
+    "vLLM": "In vLLM: --async-scheduling",
+    "SGLang": "In SGLang: leave its overlap schedule on",
+}
 
 
 def find(joined: JoinedRecording) -> Finding | None:
@@ -115,17 +127,11 @@ def _cure(joined: JoinedRecording, calls: Array, part: float) -> list[Change]:
     callers = np.isin(joined.caller, joined.caller[calls])
     reads = joined.direction == Direction.D2H
     waits = callers & ((joined.kind == CallKind.SYNC) | (joined.kind == CallKind.COPY_SYNC))
-    out = [
-        Change(
-            "Prepare the next step while the current one runs (vLLM: --async-scheduling; SGLang: leave its overlap "
-            "schedule on; a data loader: workers of its own, with pin_memory)",
-            share=part,
-        )
-    ]
+    out = [Change(with_options(joined.recording, MOVE if part >= _HALF else SHORTEN, OPTIONS), share=part)]
     if waits.any():
         first = "read back the results of" if (callers & reads).any() else "wait for"
         out.append(Change(f"Launch step n+1 first, then {first} step n"))
-    if part < _MOST:
+    if _HALF <= part < _MOST:
         out.append(Change("Make the preparation itself shorter: it takes longer than the GPU's part of a step"))
     return [
         *out,

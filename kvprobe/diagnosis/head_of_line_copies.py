@@ -12,8 +12,8 @@ another, but their copies are not small.) The call that submits the small copy r
 from a full queue, where the call blocks.
 
 Time lost: the time that the small copies waited. If several copies of one process and direction waited at the same
-time, this time counts once. While kernels ran, the waiting cost the device nothing. Predicted saving: two changes save
-all of the waiting time in which the device ran no kernel because of it: to submit the small copies before the burst,
+time, this time counts once. While kernels ran, the waiting cost the GPU nothing. Predicted saving: two changes save
+all of the waiting time in which the GPU ran no kernel because of it: to submit the small copies before the burst,
 and to move small values without the copy engine. A third change saves less: to cut the burst into
 pieces. Each small copy then still waits for one copy of the burst. (kvprobe takes their median time.)
 """

@@ -60,11 +60,13 @@ LOUD = (
 
 def size(count: float) -> str:
     """Bytes in the unit that a person would take, of three digits."""
-    unit, scale = next((one for one in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)) if count >= one[1]), ("bytes", 1.0))
+    unit, scale = next((one for one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if count >= one[1]), ("bytes", 1.0))
     return f"{count / scale:,.3g} {unit}" if count < 1e12 else f"{count / scale:,.0f} {unit}"
 
 
 ms = time_text  # a duration for a sentence
+
+DIRECTIONS = {Direction.H2D: "CPU to GPU", Direction.D2H: "GPU to CPU"}  # for a sentence
 
 
 def range_of(values: Array) -> str:
@@ -441,7 +443,7 @@ class JoinedRecording(Joined):
     ) -> Finding | None:
         """As `open_question`, of what the device did with these calls, where it was not recorded."""
         window = int(self.start[rows].min()), int(self.end[rows].max())
-        by_device = Change("Record what the device executes: `kvprobe run --nsys -- COMMAND`", "recording")
+        by_device = Change("Record what the GPU executes: `kvprobe run --nsys -- COMMAND`", "recording")
         return self.finding(
             cause,
             title,
@@ -477,6 +479,8 @@ class JoinedRecording(Joined):
         places, calls = self.device_places(rows, got), self._calls_of(rows, got)
         loss = Loss(int(got.sum()), len(rows), lost_on, window, span, places, calls)
         explained = self.explainer.copies(cause, self.x_start[rows], self.x_end[rows], loss.ns)
+        gpus = len(distinct(self.recording.executions["device"][rows] + 1))
+        title += f", added up over {gpus} GPUs" if gpus > 1 and "{lost}" in title else ""
         return self._finding(cause, title, confidence, loss, explanation, explained)
 
     def finding(

@@ -1,13 +1,13 @@
 """The launch queue behind a stream is full: each further submission waits until an earlier one has been served.
 
 Mechanism: a stream takes about a thousand submissions (1,021 on an H200, 1,022 on a V100, 1,135 to 1,141 on an H100).
-The next call blocks until the device has freed a slot. So a call that usually takes a microsecond takes as long as the
+The next call blocks until the GPU has freed a slot. So a call that usually takes a microsecond takes as long as the
 oldest operation in the queue, and blocks the thread that submits.
 
 Signature: the depth of a queue is the number of submissions in it. Three signs are needed:
  - The depth stops growing at one value.
  - Calls at this depth take longer than calls below it.
- - Calls at this depth return when the stream finishes an operation, more often than by chance.
+ - Most calls at this depth return just when the stream finishes an operation, and not by chance.
 
 If the recorder itself labels calls that met a full queue (CUPTI 12.4: command buffer full), kvprobe uses these labels,
 and compares its own three signs with them. A deep queue with fast calls is healthy. Slow calls at a low depth have
@@ -30,9 +30,10 @@ from kvprobe.diagnosis.joined import SLOW_NS, Array, JoinedRecording, ms, range_
 from kvprobe.diagnosis.merging import merged
 from kvprobe.diagnosis.queue_full import UNSETTLED_SHARE, Full, full, queue_blocked
 from kvprobe.launchqueue.constants import CHANNEL_SLOTS, FULL_SHARE, LEAST_NS, REAL_DEPTH
+from kvprobe.recordings.assemble import is_kind
 from kvprobe.recordings.inferred import without_cpu
 from kvprobe.recordings.intervals import distinct
-from kvprobe.recordings.model import CallKind, Direction, Memory
+from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Memory
 
 CAUSE = cause_of(__name__)
 PROVES = Line.FULL_QUEUE
@@ -79,9 +80,10 @@ def _slow_records(joined: JoinedRecording) -> Finding | None:
     if int(ns[costly & (joined.dur[rows] < SLOW_NS)].sum()) < UNSETTLED_SHARE * joined.caller_span_ns(rows):
         costly = joined.dur[rows] >= SLOW_NS
     rows, ns = rows[costly], ns[costly]
-    if int(ns.sum()) <= without_cpu(joined.recording, rows, ns) + LEAST_NS:
+    if int(ns.sum()) <= without_cpu(joined.recording, rows, ns) + LEAST_NS or _too_few(joined):
         return None
-    told = bool((joined.stream[rows] >= 0).all()) and joined.recording.has_executions
+    streams = bool((joined.stream[rows] >= 0).all())
+    told = streams and joined.recording.has_executions
     ours = any(one.format == "kvprobe" for one in joined.recording.source)
     return joined.open_question(
         CAUSE,
@@ -102,14 +104,26 @@ def _slow_records(joined: JoinedRecording) -> Finding | None:
             "were counted"
         )
         if told
-        else "calls that record an event waited, and the recording does not contain all of them with their streams",
+        else "some calls that record an event were slow, and the recording does not show "
+        + ("what the GPU did meanwhile" if streams else "the stream of each"),
         record="Record every event call: kvprobe run --detail launches"
-        if ours
+        if ours and not streams
         else "Record again with Python stacks (kvprobe run), to see where the thread was"
         if told
         else "Record with Nsight Systems (kvprobe run --nsys), which shows the stream of each call",
         chart=joined.slow_calls_chart(rows, "Records of events that took long"),
     )
+
+
+def _too_few(joined: JoinedRecording) -> bool:
+    """Whether all submissions and records of events of the recording together are too few to fill a queue."""
+    calls, totals = joined.recording.calls, joined.recording.totals
+    if any(joined.recording.lost.values()) or (calls["kind"] == CallKind.GRAPH).any():
+        return False
+    takes = (*SUBMITTING, CallKind.EVENT)
+    made = int(np.maximum(calls["count"], 1)[is_kind(calls["kind"], takes)].sum())
+    made = max(made, int(totals["calls"][is_kind(totals["kind"], takes)].sum()))
+    return made < min(REAL_DEPTH, FULL_SHARE * float(joined.recording.machine.get("queue_depth") or REAL_DEPTH))
 
 
 def _crowded(joined: JoinedRecording) -> Finding | None:
@@ -217,7 +231,7 @@ def _of_calls(joined: JoinedRecording, found: Full) -> list[Evidence]:
     baseline, typical = float(np.median(joined.occupancy.baseline_ns[rows])), float(np.median(joined.dur[rows]))
     own = _mostly(joined, rows, found.ns["saturation"])
     others = len(rows) - len(own)
-    beside = f", without {others:,} calls that lost most of their time to something else" if others else ""
+    beside = f" ({others:,} calls that lost most of their time to something else are left out)" if others else ""
     evidence = [
         Evidence(
             f"{len(rows):,} calls began with {range_of(joined.occupancy.depth[rows])} submissions outstanding, which "
@@ -227,8 +241,8 @@ def _of_calls(joined: JoinedRecording, found: Full) -> list[Evidence]:
             LABELLED if labelled else MEASURED if found.how == "plateau" else INFERRED,
         ),
         Evidence(
-            f"the same calls take {ms(baseline)} when the queue has a slot; here the median is "
-            f"{ms(typical)}, the longest {ms(int(joined.dur[own].max()))}{beside}",
+            f"with a free slot, such a call takes {ms(baseline)}; here it took {ms(typical)} (median) and up to "
+            f"{ms(int(joined.dur[own].max()))}{beside}",
             typical,
             "ns",
             MEASURED,
@@ -250,11 +264,11 @@ def _of_queues(found: Full) -> list[Evidence]:
     """What the queue that lost most shows beside its depth."""
     first, evidence = found.queues[0], list[Evidence]()
     if found.how == "inferred":
-        evidence.append(Evidence(first.reason, float(first.ceiling), "1", INFERRED))
+        evidence.append(Evidence(first.reason.replace("(inferred: ", "("), float(first.ceiling), "1", INFERRED))
     if np.isfinite(first.aligned):
         evidence.append(
             Evidence(
-                f"{first.aligned:.0%} of them returned when their stream finished an operation"
+                f"{first.aligned:.0%} of these calls returned when their stream finished an operation"
                 + (
                     f": a weak sign here, because operations end so often that {first.chance:.0%} would by chance"
                     if first.chance >= 0.5
@@ -293,7 +307,7 @@ def _of_kinds(kinds: Array, ns: Array) -> list[Evidence]:
         mine = kinds == kind
         if mine.any():
             lost = int(ns[mine].sum())
-            text = f"{int(mine.sum()):,} of them are {name}: {share(lost, int(ns.sum()))} of the time lost"
+            text = f"{int(mine.sum()):,} of these calls are {name}: {share(lost, int(ns.sum()))} of the time lost"
             evidence.append(Evidence(text, lost, "ns", MEASURED))
     return evidence
 
@@ -308,9 +322,7 @@ def _cure(joined: JoinedRecording, found: Full) -> list[Change]:
     if of_launches:
         return [
             *cure,
-            Change(
-                "Launch fewer, larger pieces of work: CUDA graphs, fused kernels; the device is behind, not the host"
-            ),
+            Change("Launch fewer, larger pieces of work: CUDA graphs, fused kernels; the GPU is behind, not the CPU"),
             Change("Let another thread do the work that the blocked thread does besides launching"),
         ]
     channels = joined.recording.machine.get("channels") or 4

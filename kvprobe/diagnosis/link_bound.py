@@ -1,4 +1,4 @@
-"""The link runs at its full rate and the device waits for it: these bytes cannot be copied faster.
+"""The link runs at its full rate and the GPU waits for it: these bytes cannot be copied faster.
 
 Mechanism: moving the bytes takes longer than the computation that runs at the same time.
 
@@ -7,12 +7,12 @@ of the link's rate or more. For at least 30% of this busy time, no kernel of the
 and most of the time without kernels lies between kernels. (What is copied before the first kernel, such as weights that
 are loaded once, or after the last one does not show that a model waits.)
 
-Findings about small, redundant or slow copies, and about copies that compute could hide, come first: only the time of
-the copy engine that they leave counts here. A finding about a thread, for instance about a full launch queue, can cover
-the same seconds as this one. Its change lets copies run beside kernels, and so shortens the same wait. Otherwise only
-fewer bytes help.
+Other findings about copies come first: small, redundant or slow copies, and copies that could have run beside kernels.
+This finding counts only the time of the copy engine that they leave. A finding about a thread, such as a full launch
+queue, may explain a part of the same wait. The change for the full queue then lets copies run beside kernels, which
+shortens the wait. For the rest of the wait, only fewer bytes help.
 
-If the recording does not show what the device did, it does not show whether the model waits for copies. If the copies
+If the recording does not show what the GPU did, it does not show whether the model waits for copies. If the copies
 on copy streams then carry 80% of the link's rate over the whole time, the cause is an open question.
 
 Time lost: the time in which the copy engine works and nothing computes, without what other findings explain.
@@ -23,9 +23,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvprobe.account import COPIES
 from kvprobe.account.stretches import NOBODY
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
-from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
+from kvprobe.diagnosis.joined import DIRECTIONS, Array, JoinedRecording, ms, share
+from kvprobe.diagnosis.weights_not_overlapped import CAUSE as WEIGHTS
 from kvprobe.recordings.intervals import Cover, distinct
 from kvprobe.recordings.link_rate import PCIE_5
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
@@ -36,6 +38,8 @@ FULL = 0.8  # of the link's rate, or of the time
 FEWER = Change(
     "Move fewer bytes: a smaller KV type (fp8), more reuse on the GPU, a larger GPU share for weights", "setting"
 )
+
+FEWER_WEIGHTS = Change("Move fewer bytes: keep more of the weights on the GPU, or hold them in fewer bits", "setting")
 
 
 def open_question(joined: JoinedRecording) -> Finding | None:
@@ -61,14 +65,17 @@ def open_question(joined: JoinedRecording) -> Finding | None:
                 continue
             chosen.append(rows)
             taken.append((joined.bytes[rows] / rate * 1e9).astype(np.int64))
-            name = "host to device" if direction == Direction.H2D else "device to host"
+            name = DIRECTIONS[direction]
             reached = moved / joined.span_ns * 1e9
             evidence += [
                 Evidence(
-                    f"{name}: {moved / 1e9:.3g} GB, {reached / 1e9:.1f} GB/s all the time", reached, "bytes/s", MEASURED
+                    f"{name}: {moved / 1e9:.3g} GB, {reached / 1e9:.1f} GB/s on average", reached, "bytes/s", MEASURED
                 ),
                 Evidence(
-                    f"the link gives {rate / 1e9:.1f} GB/s", rate, "bytes/s", how if known else "assumed: PCIe 5.0 x16"
+                    f"{name}: the link carries {rate / 1e9:.1f} GB/s",
+                    rate,
+                    "bytes/s",
+                    how if known else "assumed: PCIe 5.0 x16",
                 ),
             ]
     if not chosen:
@@ -79,7 +86,7 @@ def open_question(joined: JoinedRecording) -> Finding | None:
         np.concatenate(chosen),
         np.concatenate(taken),
         evidence=evidence,
-        because="whether the device had something to compute meanwhile",
+        because="whether the GPU had something to compute meanwhile",
         cure=(Change(f"If the model waits for these copies: {FEWER.text[:1].lower()}{FEWER.text[1:]}", "setting"),),
     )
 
@@ -90,8 +97,8 @@ def find(joined: JoinedRecording) -> Finding | None:
     chosen: list[Array] = []
     losses: list[Array] = []
     evidence: list[Evidence] = []
-    beside = ""  # what other findings explain
     kernel = table["engine"] == Engine.KERNEL
+    several = len(distinct(table["device"] + 1)) > 1
     for process in distinct(table["process"]).tolist():
         mine = kernel & (table["process"] == process)
         if not mine.any():
@@ -108,27 +115,39 @@ def find(joined: JoinedRecording) -> Finding | None:
         chosen.append(rows)
         losses.append((alone * (left / max(int(alone.sum()), 1))).astype(np.int64))
         if exposed - left >= 0.005 * exposed:
-            text = f"other findings explain {ms(exposed - left)} of the {ms(exposed)} in which only copies run"
+            gpu = f"{_gpu(joined, rows)}: " if several else ""
+            text = f"{gpu}other findings explain {ms(exposed - left)} of the {ms(exposed)} in which only copies ran"
             evidence.append(Evidence(text, exposed - left, "ns", INFERRED))
-            beside = " that no other finding explains"
     if not chosen:
         return None
     rows = np.concatenate(chosen)
-    gpus = len(distinct(table["device"][rows] + 1))
-    together = f", {gpus} GPUs together" if gpus > 1 else ""
     return joined.device_finding(
         CAUSE,
-        f"The link is the limit: for {{lost}}{beside}, only copies ran, at its full rate{together}",
+        "The link is the limit: only copies ran for {lost}, at the link's full rate",
         "certain",
         rows,
         np.concatenate(losses),
         evidence=evidence,
         cure=(
-            FEWER,
-            Change("Recompute short prefixes instead of loading them where that is faster"),
+            *_fewer(joined),
             Change("Use a faster link, or both directions and several GPUs' links at once", "setting"),
         ),
     )
+
+
+def _fewer(joined: JoinedRecording) -> tuple[Change, ...]:
+    """Fewer bytes: of weights, where another finding says that copies are of weights."""
+    account = joined.account
+    if any(account.claimed_ns(gpu, WEIGHTS, COPIES) for gpu in account.gpus):
+        return (FEWER_WEIGHTS,)
+    return FEWER, Change("Recompute short prefixes instead of loading them where that is faster")
+
+
+def _gpu(joined: JoinedRecording, rows: Array) -> str:
+    """What to call the GPU of these executions of one process."""
+    table, row = joined.recording.executions, rows[0]
+    device = int(table["device"][row])
+    return f"GPU {device}" if device >= 0 else f"process {joined.pid(int(table['process'][row]))}"
 
 
 def _full_link(
@@ -154,17 +173,18 @@ def _full_link(
     full = reached >= FULL * rate and copying.total_ns >= FULL * joined.span_ns
     if not full or 2 * between < copying.total_ns or exposed < 0.3 * copying.total_ns:
         return rows[:0]
-    name = "host to device" if direction == Direction.H2D else "device to host"
+    gpu = f"{_gpu(joined, rows)}, " if len(distinct(table["device"] + 1)) > 1 else ""
+    name = f"{gpu}{DIRECTIONS[direction]}"
     evidence += [
         Evidence(
-            f"{name}: {moved / 1e9:.3g} GB at {reached / 1e9:.1f} GB/s, the link busy "
-            f"{share(copying.total_ns, joined.span_ns)} of the time",
+            f"{name}: {moved / 1e9:.3g} GB at {reached / 1e9:.1f} GB/s; the link was busy for "
+            f"{share(copying.total_ns, joined.span_ns)} of the serving window",
             reached,
             "bytes/s",
             MEASURED,
         ),
-        Evidence(f"the link gives {rate / 1e9:.1f} GB/s", rate, "bytes/s", how),
-        Evidence(f"no kernel runs during {ms(exposed)} of it", exposed, "ns", MEASURED),
+        Evidence(f"{name}: the link carries {rate / 1e9:.1f} GB/s", rate, "bytes/s", how),
+        Evidence(f"{name}: no kernel ran during {ms(exposed)} of these copies", exposed, "ns", MEASURED),
     ]
     return rows
 

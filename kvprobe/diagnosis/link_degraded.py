@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvprobe.diagnosis.finding import MEASURED, Change, Evidence, Finding, cause_of
-from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
+from kvprobe.diagnosis.joined import DIRECTIONS, Array, JoinedRecording, ms
 from kvprobe.recordings.intervals import Cover, in_time
 from kvprobe.recordings.model import Direction, Engine, Memory, Recording
 
@@ -116,15 +116,15 @@ def _slow_copies(joined: JoinedRecording, direction: Direction) -> _SlowCopies |
     rows = rows[slow]
     loss = (joined.x_dur[rows] - table["bytes"][rows] / rate * 1e9).astype(np.int64)
     reached = float(np.median(speed[slow]))
-    name = "host to device" if direction == Direction.H2D else "device to host"
+    name = DIRECTIONS[direction]
     evidence = [
         Evidence(
-            f"{len(rows):,} large copies {name} ran at {reached / 1e9:.2f} GB/s (median)",
+            f"{name}: {len(rows):,} large copies ran at {reached / 1e9:.2f} GB/s (median)",
             reached,
             "bytes/s",
             MEASURED,
         ),
-        Evidence(f"the link gives {rate / 1e9:.2f} GB/s", rate, "bytes/s", how),
+        Evidence(f"{name}: the link carries {rate / 1e9:.2f} GB/s", rate, "bytes/s", how),
         *_of_others(speed[~slow], at),
     ]
     return _SlowCopies(rows, loss, evidence)

@@ -11,10 +11,10 @@ call is long however many submissions are outstanding: this tells the cause from
 Needs: the memory kind of copies (every recorder has it). Source: programming guide; measured with pageable memory: 9.7
 µs for 64 KiB instead of 1.0 µs.
 
-Predicted saving: pinned memory saves the whole time that these calls take longer than a submission. If the next call
-of the thread waits for the bytes anyway, pinning saves only the staging: kvprobe then subtracts what the same bytes
-need at the link's rate. If no pinned copy in the recording shows the link's rate, kvprobe predicts no saving for these
-calls, because pageable copies only show the rate of the staging.
+Predicted saving: with pinned memory, each of these calls takes only as long as a submission. The rest of its time is
+saved. If the next call of the thread waits for the bytes anyway, pinning saves only the staging: kvprobe then subtracts
+the time that the same bytes need at the link's rate. If no pinned copy in the recording shows the link's rate, kvprobe
+predicts no saving for these calls, because pageable copies only show the rate of the staging.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import numpy as np
 
 from kvprobe.account import Line
 from kvprobe.diagnosis.finding import COUNTED, LABELLED, MEASURED, Change, Evidence, Finding, cause_of
-from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share, size
+from kvprobe.diagnosis.joined import DIRECTIONS, Array, JoinedRecording, ms, share, size
 from kvprobe.diagnosis.llama_cpp import LLAMA_CPP, changes, programs
 from kvprobe.diagnosis.queue_full import queue_blocked
 from kvprobe.recordings.model import CallKind, Direction, Memory
@@ -126,8 +126,8 @@ def _waited_for_ns(joined: JoinedRecording, rows: Array) -> tuple[float, int]:
 def _of_link(untold: int) -> list[Evidence]:
     """Why no saving is predicted, where none is; `untold` as `_waited_for_ns` counts."""
     text = (
-        f"the next call waits for {untold:,} of them: what pinned memory saves there cannot be told, because no large "
-        "copy of pinned memory shows how fast the link is"
+        f"{untold:,} of these copies are waited for by the thread's next call. How much pinned memory saves there "
+        "cannot be told, because no large copy of pinned memory shows the link's rate"
     )
     return [Evidence(text, untold, "calls", COUNTED)] if untold else []
 
@@ -166,7 +166,7 @@ def _of_pinned(joined: JoinedRecording, pinned: Array) -> list[Evidence]:
 
 def _of_directions(joined: JoinedRecording, rows: Array, excess: Array) -> list[Evidence]:
     evidence = []
-    for direction, name in ((Direction.H2D, "host to device"), (Direction.D2H, "device to host")):
+    for direction, name in DIRECTIONS.items():
         mine = joined.direction[rows] == direction
         if mine.any():
             part = share(int(excess[mine].sum()), int(excess.sum()))

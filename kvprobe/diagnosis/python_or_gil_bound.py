@@ -1,6 +1,6 @@
-"""The device idles between launches because the interpreter is slow to make the next one.
+"""The GPU idles between launches because the interpreter is slow to make the next one.
 
-Mechanism: each launch costs Python and framework work. If kernels are shorter than this work, the device idles after
+Mechanism: each launch costs Python and framework work. If kernels are shorter than this work, the GPU idles after
 each kernel. Or the thread waits for the interpreter's lock while another thread computes in Python, and gets the lock
 back after the switch interval of 5 ms. Or the interpreter collects garbage.
 
@@ -14,7 +14,7 @@ Signature: the GPU is idle as in `gpu_starved`, and one of these is true. Otherw
  - Nsight recorded calls of the operating system (osrt), and in the gaps a thread that runs Python is in
    `pthread_cond_timedwait`. In CPython only `take_gil` waits there, one switch interval at a time.
 
-If the device is never idle or was not recorded, kvprobe looks at the pauses between the calls of a thread that submits.
+If the GPU is never idle or was not recorded, kvprobe looks at the pauses between the calls of a thread that submits.
 There must be at least 16 pauses. At least half of the long pauses must last one or a few switch intervals (up to a
 fifth more), and hardly any pause may last between 1 ms and one switch interval. A timer could have the same period, so
 one more thing must be true:

@@ -22,7 +22,7 @@ Four kinds of loads do not count. If the memory of the destination was freed in 
 that wakes loads its weights again. A load that is repeated after the first one has ended may be needed, because the
 block may have been evicted. Buffers of less than 64 KiB that go to one place again and again are small inputs that a
 program rewrites in place. If the destination was given another source in between, the load is needed: weights that pass
-through a few buffers are loaded again and again. If the device was not recorded, kvprobe assumes that a load has not
+through a few buffers are loaded again and again. If the GPU was not recorded, kvprobe assumes that a load has not
 ended before the bytes of its stream can have come over the fastest link there is.
 
 A kernel may have overwritten the bytes, and no recording tells this: the finding is then only likely. Of a batch, the

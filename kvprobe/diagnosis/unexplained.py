@@ -5,7 +5,7 @@ CPU from the thread, that another process or thread holds a lock inside the driv
 
 Signature: submissions, or calls that record an event, take longer than 60 µs although their queue is not full, and they
 overlap nothing that the recorder labelled. There are at least two of these calls, or one that took at least a tenth of
-its thread's time.
+its thread's time and 1% of the serving window.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from kvprobe.diagnosis.finding import INFERRED, MEASURED, Evidence, Finding, cau
 from kvprobe.diagnosis.joined import CRITICAL, JoinedRecording, ms
 
 CAUSE = cause_of(__name__)
+OF_WINDOW = 0.01  # one slow call that took less of it is passed over
+STACKED_NS = 5_000_000  # `--stacks-after 5` takes stacks from here on
 
 
 def find(joined: JoinedRecording) -> Finding | None:
     """What is left of slow submissions."""
     left = np.minimum(joined.host.free_ns, joined.excess_ns)
     asked = joined.submits | joined.is_named("eventrecord")
-    rows = np.flatnonzero(asked & joined.slow & (joined.host.owner < 0))
+    rows = np.flatnonzero(asked & joined.slow & (joined.host.owner < 0) & (left > 0))
     lost = int(left[rows].sum())
-    if not len(rows) or (len(rows) < 2 and lost < CRITICAL * joined.caller_span_ns(rows)):
+    least = max(CRITICAL * joined.caller_span_ns(rows), OF_WINDOW * joined.span_ns) if len(rows) == 1 else 0
+    if not len(rows) or lost < least:
         return None  # one slow call in a recording is an accident, unless its thread did little else
     deep = joined.occupancy.depth[rows]
     known = (deep >= 0) & joined.recording.has_executions  # without executions depth is inferred where a queue was full
@@ -50,6 +53,9 @@ def find(joined: JoinedRecording) -> Finding | None:
         )
     ours = any(one.format == "kvprobe" for one in joined.recording.source)
     again = "--stacks-after 5 " if ours else ""  # by default a stack is taken of what blocks for 50 ms
+    stacks = f"Python stacks (`kvprobe run {again}-- COMMAND`), or with "
+    if int(joined.dur[rows].max()) < STACKED_NS:
+        stacks = ""
     return joined.open_question(
         CAUSE,
         "{calls} slow submissions without a known cause: {lost}",
@@ -60,7 +66,6 @@ def find(joined: JoinedRecording) -> Finding | None:
         "and were made while their queues had free slots"
         if known.any()
         else "the recording does not show how full the launch queues were",
-        record=f"Record again with Python stacks (`kvprobe run {again}-- COMMAND`), or with Nsight Systems' scheduling "
-        "trace, to see where the thread was",
+        record=f"Record again with {stacks}Nsight Systems' scheduling trace, to see where the thread was",
         chart=joined.slow_calls_chart(rows, "Slow submissions without a known cause"),
     )

@@ -28,6 +28,7 @@ from kvprobe.account.stretches import NOBODY
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
 from kvprobe.diagnosis.joined import JoinedRecording, ms, of_the_time, share
 from kvprobe.diagnosis.left import most_left
+from kvprobe.diagnosis.server_options import with_options
 from kvprobe.diagnosis.waited_copies import WaitedCopies, waited_copies
 from kvprobe.diagnosis.weights_not_overlapped import CAUSE as WEIGHTS
 from kvprobe.recordings.intervals import Cover
@@ -38,7 +39,7 @@ LOADS, STORES = "loads", "stores"
 HARDLY = 0.01  # of what is lost: a change that saves less is none
 AHEAD = Change(
     "Submit each load one step earlier, on a stream of its own, and let the compute stream wait for its event just "
-    "before the first kernel that needs it (vLLM, SGLang: asynchronous loading or prefetch)",
+    "before the first kernel that needs it",
     share=1.0,
 )
 HELD = Change(
@@ -109,7 +110,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     evidence[1:1] = waited.evidence()
     promised = joined.account.claimed_ns(gpu, WEIGHTS, COPIES)
     hidden = gpu.ns(Line.COMPUTING) - _beside(joined, gpu) - promised  # what computes can hide only so much, once
-    first = HELD if 2 * int(copies.held.sum()) > len(rows) else AHEAD
+    first = HELD if 2 * int(copies.held.sum()) > len(rows) else _ahead(joined)
     beside = _beside_compute(by_direction, waited.change(first), min(hidden / lost, 1.0) if lost else 1.0)
     fewer = [FEWER]
     if promised:
@@ -129,6 +130,12 @@ def find(joined: JoinedRecording) -> Finding | None:
         return joined.line_question(CAUSE, f"Only copies ran for {{lost}}, and {lacks}", gpu, loss, evidence, lacks)
     title = f"The GPU waited {{lost}} for {_noun(by_direction)}, {of_the_time(lost, gpu)}"
     return joined.line_finding(CAUSE, title, gpu, loss, evidence=evidence, cure=cure)
+
+
+def _ahead(joined: JoinedRecording) -> Change:
+    """AHEAD, with the options of the servers that may be meant."""
+    options = {"vLLM": "vLLM calls this asynchronous loading", "SGLang": "SGLang calls this prefetch"}
+    return Change(with_options(joined.recording, AHEAD.text, options), share=AHEAD.share)
 
 
 class _Activity(NamedTuple):
@@ -198,9 +205,8 @@ def _submitted(found: _Alone) -> list[Evidence]:
         out.append(Evidence(text, late, "calls", COUNTED))
     if held:
         text = (
-            f"{held:,} {of} early enough to run beside kernels, but began only after them: they had to wait for an "
-            f"event "
-            "or for other copies in their stream"
+            f"{held:,} {of} early enough to run beside kernels. They began only after the kernels, because they had "
+            "to wait for an event or for other copies in their stream"
         )
         out.append(Evidence(text, held, "calls", COUNTED))
     return out

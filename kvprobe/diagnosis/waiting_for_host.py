@@ -32,7 +32,7 @@ from kvprobe.recordings.model import Array
 CAUSE = cause_of(__name__)
 DID = {
     Line.FULL_QUEUE: "was blocked by a full queue",
-    Line.WAITING_FOR_DEVICE: "waited for the device, which had nothing to do",
+    Line.WAITING_FOR_DEVICE: "waited for the GPU, which had nothing to do",
     Line.ALLOCATING: "allocated, pinned or freed memory",
     Line.PAGEABLE: "copied pageable memory",
     Line.SUBMITTING: "submitted, operation by operation",
@@ -62,11 +62,11 @@ CURES: dict[Line, Change] = {
         "Submit many operations at once: a CUDA graph, a batch of copies, one kernel for many blocks", share=1.0
     ),
     Line.PYTHON: Change(
-        "Prepare the next step while this one runs, or in another process: the GPU waits for Python", share=1.0
+        "Prepare the next step while this one runs, in another process or thread: the GPU waits for Python", share=1.0
     ),
     Line.NO_CPU: Change("Give the server CPUs of its own (a larger quota, `taskset`, fewer processes)", share=1.0),
     Line.TIER: Change("Read ahead of the step that needs the bytes, on another thread", share=1.0),
-    Line.ELSEWHERE: Change("Prepare the next step while this one runs, on another thread", share=1.0),
+    Line.ELSEWHERE: Change("Do the thread's other work while the GPU runs the step before", share=1.0),
 }
 BESIDE = (Line.PYTHON, Line.TIER, Line.ELSEWHERE)  # their changes move work beside the GPU's, and take none away
 
@@ -89,7 +89,7 @@ def _between_requests(joined: JoinedRecording) -> Finding | None:
     seen = (
         "no thread of the process used the CPU"
         if why == Unknown.OUTSIDE
-        else "after most other waits for the device it submits at once"
+        else "after most other waits for the GPU it submits at once"
     )
     window = int(cut.start[mine].min()), int(cut.end[mine].max())
     return joined.finding(
@@ -124,8 +124,8 @@ def _left(joined: JoinedRecording) -> Finding | None:
     first = lines[0]
     evidence = [
         Evidence(
-            f"for {ms(by_line[line])}, {share(by_line[line], gpu.window_ns)} of {ms(gpu.window_ns)}, nothing ran, and "
-            f"the thread that submitted what ran next {DID[line]}",
+            f"for {ms(by_line[line])}, {share(by_line[line], gpu.window_ns)} of the serving window, nothing ran: the "
+            f"submitting thread {DID[line]}",
             by_line[line],
             "ns",
             MEASURED,

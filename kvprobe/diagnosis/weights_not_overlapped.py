@@ -8,18 +8,18 @@ Signature: weights are copied from CPU to GPU, and for most of this time no kern
 the process has kernels that could hide the copies. Copies are of weights if the same source is loaded in every forward
 pass, at least 1 MiB each time, and the loads are not redundant. If a recording has no addresses, one of these must be
 true:
- - NVTX ranges around the calls say so (weight, param, layer, offload, prefetch, fsdp). A range around all copies
-   says nothing of one.
+ - The names of NVTX ranges around the calls say so (weight, param, layer, offload, prefetch, fsdp). A range that
+   contains every copy does not count, because it does not tell one copy from another.
  - The sizes of the copies repeat in the same order, and are at least 1 MiB.
  - Many copies have one size of at least 1 MiB, and each copy was submitted before the kernel in front of it had ended.
    So the copy could have run beside this kernel. A copy that was submitted later may not have been possible earlier.
 
-If the device was not recorded, kvprobe sees large loads on a stream that has as many launches, but not what computes
+If the GPU was not recorded, kvprobe sees large loads on a stream that has as many launches, but not what computes
 meanwhile. If these loads carry enough bytes to fill a tenth of the time, the cause is an open question.
 
-Time lost: with copies that run perfectly ahead, a forward pass would take as long as the longer of two times: all
-copying, or all computing. So the lost time is the shorter of these two times, less the time in which both already run
-together.
+Time lost: the time for which copies and kernels could have run side by side, less the time for which they did. All
+copies take some time, and all kernels take some time: the shorter of these two times is how long both could have run
+side by side.
 Predicted saving: the same time.
 """
 
@@ -28,7 +28,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
-from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
+from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
 from kvprobe.diagnosis.waited_copies import waited_copies
 from kvprobe.recordings.intervals import Cover, ascending, distinct, in_time
 from kvprobe.recordings.link_rate import PCIE_5
@@ -151,7 +151,7 @@ def open_question(joined: JoinedRecording) -> Finding | None:
                 INFERRED,
             ),
         ),
-        because="what the device executed while large loads ran on the stream that computes",
+        because="what the GPU executed while large loads ran on the stream that computes",
         cure=(Change("If they are weights: " + PREFETCH[:1].lower() + PREFETCH[1:]),),
     )
 
@@ -205,8 +205,8 @@ def find(joined: JoinedRecording) -> Finding | None:
                 MEASURED,
             ),
             Evidence(
-                f"copies and compute overlapped for {share(both_ns, min(copy_ns, compute_ns))} of the time that they "
-                "could have",
+                f"copies and kernels could have run side by side for {ms(min(copy_ns, compute_ns))}, and did so for "
+                f"{ms(both_ns)}",
                 both_ns,
                 "ns",
                 MEASURED,

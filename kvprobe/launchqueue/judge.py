@@ -98,7 +98,7 @@ def _plateau(e: seen.Plateau) -> QueueConclusion:
     if not e.slow:
         return QueueConclusion(
             "not full",
-            f"at most {e.deepest:,} submissions were outstanding, and calls cost no more then than with few",
+            f"calls took no longer with up to {e.deepest:,} submissions outstanding than with a few",
         )
     least = "" if e.shallowest == e.deepest else f"{e.shallowest:,} to "
     what = (
@@ -161,8 +161,9 @@ def _step(e: seen.DepthStep) -> QueueConclusion:
     enough = e.below >= c.LEAST_SEEN and share >= max(c.CHUNK_SHARE, c.STEP_TIMES * elsewhere)
     return _said(
         e.depth >= c.LEAST_DEPTH and enough and e.slow >= max(c.LEAST_BLOCKED, 4 * e.passed),
-        f"{e.slow:,} calls with {e.shallowest:,} or more outstanding took {time_text(e.lost_ns)} more than others; "
-        f"{share:.0%} of all calls at that depth are slow, and {elsewhere:.1%} of those with a free slot ({e.how})",
+        f"{e.slow:,} calls with {e.shallowest:,} or more submissions outstanding took {time_text(e.lost_ns)} longer "
+        f"than usual; {share:.0%} of the calls at this depth are slow, and {elsewhere:.1%} of the calls below it "
+        f"({e.how})",
     )
 
 

@@ -237,7 +237,7 @@ def _count(
     """The count by the ends of transfers, else by timing events; None where neither is of nearly all slow calls."""
     counted = _by_transfers(recording, queue)
     if counted is not None:
-        how = _INFERRED.format("what was outstanding is counted from the ends of transfers")
+        how = _INFERRED.format("counted from the ends of transfers")
         return _CountedDepths(counted, np.ones(len(counted), dtype=bool), how, known, True)
     asked = given.slow & given.judged
     if marked is None or 10 * int((asked & marked.known).sum()) < 9 * int(asked.sum()):

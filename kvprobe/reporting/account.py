@@ -46,11 +46,11 @@ def _link(gpu: GpuAccount, line: Line) -> str:
     made = [one for one in gpu.links if one.bytes_per_s]
     if line not in (Line.AT_LINK_RATE, Line.BELOW_LINK_RATE) or not made:
         return ""
-    said = [rate(one.bytes_per_s) + (" (assumed)" if one.assumed else "") for one in made]
+    said = [rate(one.bytes_per_s) + (", assumed" if one.assumed else "") for one in made]
     least, most = min(made), max(made)
     if most.bytes_per_s - least.bytes_per_s > ALIKE * most.bytes_per_s:
-        return f" of {said[0]} to the GPU and {said[1]} from it"
-    return f" of {said[made.index(most)]}"
+        return f" (CPU to GPU {said[0]}; GPU to CPU {said[1]})"
+    return f" ({said[made.index(most)]})"
 
 
 def account_lines(account: Account) -> list[str]:
@@ -60,12 +60,12 @@ def account_lines(account: Account) -> list[str]:
         if not gpu.seen:
             out.append(f"{gpu_name(account, gpu)}: the recording does not show what its GPU did")
             continue
-        out.append(f"{gpu_name(account, gpu)}, {duration(gpu.window_ns)} of serving")
+        out.append(f"{gpu_name(account, gpu)}, serving window of {duration(gpu.window_ns)}")
         shown = [one for one in _lines(gpu) if one[2] >= SHOWN]
         out += [f"  {percent(share):>6}  {duration(ns):>8}  {title}" for title, ns, share in shown]
     program = [one for one in account.threads if not recorders_thread(one.name)]
     for thread in program[:1] if not account.seen else []:
-        out.append(f"thread {thread.thread}, {duration(thread.window_ns)} of serving")
+        out.append(f"thread {thread.thread}, serving window of {duration(thread.window_ns)}")
         out += [f"  {percent(share):>6}  {duration(ns):>8}  {title}" for title, ns, share in _thread_lines(thread)]
     return out
 
@@ -122,7 +122,7 @@ def _bar(name: str, gpu: GpuAccount) -> Bar:
                 )
             )
         at += share
-    return Bar(name, f"{duration(gpu.window_ns)} of serving", parts)
+    return Bar(name, f"serving window of {duration(gpu.window_ns)}", parts)
 
 
 def _thread_bar(thread: ThreadAccount) -> Bar:
@@ -137,7 +137,8 @@ def _thread_bar(thread: ThreadAccount) -> Bar:
             )
         at += share
     name = f"thread {thread.thread}" + (f" ({thread_title(thread.name)})" if thread.name else "")
-    return Bar(name, f"{duration(thread.window_ns)} of serving; the recording does not show what the GPU did", parts)
+    said = f"serving window of {duration(thread.window_ns)}; the recording does not show what the GPU did"
+    return Bar(name, said, parts)
 
 
 def _gpus(account: Account) -> TableView:
@@ -146,7 +147,7 @@ def _gpus(account: Account) -> TableView:
         for gpu in account.gpus
         for title, ns, share in _lines(gpu)
     ]
-    return table("Each GPU: the lines in numbers", ["GPU", "Line", "Time", "Share of the window"], rows)
+    return table("Each GPU: the lines in numbers", ["GPU", "Line", "Time", "Share of the serving window"], rows)
 
 
 def _threads(account: Account) -> TableView:
@@ -170,7 +171,7 @@ def _threads(account: Account) -> TableView:
         "Each thread that submits: what it did",
         ["Thread", "Process", *titles, "GPU computing during its waits"],
         rows,
-        "Each figure is a share of the thread's own serving window. Submitting includes calls that record events. In a "
-        'program with Python, time outside of CUDA calls counts as "in Python", unless the recording shows that the '
-        'thread read files or had no CPU. In such a program, "in other code" means in CUDA calls of other kinds.',
+        "Each figure is a share of the thread's own serving window. Submitting includes calls that record events. If "
+        'the program runs Python, time outside of CUDA calls counts as "in Python", unless the recording shows that '
+        'the thread read files or had no CPU. "In other code" then means in CUDA calls of other kinds.',
     )

@@ -8,12 +8,12 @@ from typing import Any
 
 from kvprobe.reporting import charts
 from kvprobe.reporting.headline import Fact, PageHead
-from kvprobe.reporting.units import bytes_text, duration, link_share, percent
+from kvprobe.reporting.units import duration, link_share, percent, size_text
 from kvprobe.reporting.views import Section, TableView, table
 
 __all__ = ["sections", "title", "verdict", "way"]
 
-WORDS = {"h2d": "loads (host to device)", "d2h": "stores (device to host)"}
+WORDS = {"h2d": "loads (CPU to GPU)", "d2h": "stores (GPU to CPU)"}
 
 
 def way(method: str, ctas: int) -> str:
@@ -32,7 +32,7 @@ def verdict(result: Mapping[str, Any]) -> PageHead:
     least = min(result["choices"], key=lambda one: one["of_link"] if one["copy_bytes"] >= 8192 else math.inf)
     headline = (
         f"From 8 KiB on the chosen methods reach at least {percent(min(least['of_link'], 1.0))} of the link "
-        f"({way(least['method'], least['ctas'])} at {bytes_text(least['copy_bytes'])})."
+        f"({way(least['method'], least['ctas'])} at {size_text(least['copy_bytes'])})."
     )
     missing = "; ".join(f"no {name}: {why}" for name, why in result["missing"].items() if name != "staged")
     return PageHead(
@@ -97,7 +97,7 @@ def _curves(result: Mapping[str, Any], kind: str) -> Section:
         "y_label": "GB/s",
         "series": series,
     }
-    columns = ["Method", *map(bytes_text, sizes), "Slows reading memory", "Slows products"]
+    columns = ["Method", *map(size_text, sizes), "Slows reading memory", "Slows products"]
     listed = table(
         f"GB/s of {WORDS[kind]} by size of a copy",
         columns,
@@ -110,7 +110,7 @@ def _curves(result: Mapping[str, Any], kind: str) -> Section:
     )
     submit = table(
         "Host time a copy in the submitting calls",
-        ["Method", *map(bytes_text, sizes)],
+        ["Method", *map(size_text, sizes)],
         [
             [way(row["method"], row["ctas"])]
             + [
@@ -130,7 +130,7 @@ def _choices(result: Mapping[str, Any]) -> TableView:
         [
             [
                 one["direction"],
-                (bytes_text(one["copy_bytes"]), one["copy_bytes"]),
+                (size_text(one["copy_bytes"]), one["copy_bytes"]),
                 way(one["method"], one["ctas"]),
                 (f"{one['bytes_per_s'] / 1e9:.1f}", one["bytes_per_s"]),
                 (link_share(one["of_link"]), one["of_link"]),
@@ -183,7 +183,7 @@ def _patterns(result: Mapping[str, Any]) -> TableView | None:
         "GB/s by pattern",
         columns,
         [
-            [one["direction"], way(one["method"], one["ctas"]), (bytes_text(one["copy_bytes"]), one["copy_bytes"])]
+            [one["direction"], way(one["method"], one["ctas"]), (size_text(one["copy_bytes"]), one["copy_bytes"])]
             + [
                 (f"{one['bytes_per_s'][name] / 1e9:.1f}", one["bytes_per_s"][name])
                 for name in ("contiguous", "runs", "scattered")
@@ -202,7 +202,7 @@ def _both(result: Mapping[str, Any]) -> TableView | None:
         [
             [
                 way(one["method"], one["ctas"]),
-                (bytes_text(one["copy_bytes"]), one["copy_bytes"]),
+                (size_text(one["copy_bytes"]), one["copy_bytes"]),
                 (f"{one['bytes_per_s'] / 1e9:.1f}", one["bytes_per_s"]),
             ]
             for one in result["both"]
@@ -221,7 +221,7 @@ def _behind(result: Mapping[str, Any]) -> TableView | None:
             [
                 one["direction"],
                 way(one["method"], one["ctas"]),
-                (bytes_text(one["burst_bytes"]), one["burst_bytes"]),
+                (size_text(one["burst_bytes"]), one["burst_bytes"]),
                 (duration(one["burst_ns"]), one["burst_ns"]),
                 (duration(one["small_copy_ns"]), one["small_copy_ns"]),
             ]

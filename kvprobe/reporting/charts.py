@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvprobe.reporting import series
-from kvprobe.reporting.units import bytes_text, count_text, duration, number_text, percent, rate
+from kvprobe.reporting.units import count_text, duration, moved_text, number_text, percent, rate
 from kvprobe.reporting.views import Chart, Section, TableView, numbers, table
 
 __all__ = [
@@ -35,7 +35,7 @@ HOW_BINNED = (
     "call. Nothing is averaged."
 )
 TABLE_ROWS = 24
-_TEXT = {"ns": duration, "bytes": bytes_text, "rate": rate, "share": percent}
+_TEXT = {"ns": duration, "bytes": moved_text, "rate": rate, "share": percent}
 EXACT = 1200  # up to here every value is drawn as it is
 
 

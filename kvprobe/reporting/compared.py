@@ -42,9 +42,10 @@ def sections(
         charts.section(
             "changes",
             "What changed",
-            "Recordings differ in length, so what a finding cost is compared as a share of the window. Where a GPU was "
-            "seen, it is the share in which the GPU waited; the time lost is that of threads or copies. A call counts "
-            "as faster or slower if it changed by more than 5% and the 95% interval of the change does not include 1.",
+            "Recordings differ in length, so what a finding cost is compared as a share of the serving window. If the "
+            "recording shows the GPU, this is the share in which the GPU waited. The time lost is that of threads or "
+            "copies. A call counts as faster or slower if it changed by more than 5% and the 95% interval of the "
+            "change does not include 1.",
             [],
             [account_table(lines), _findings(changes), _calls(calls)],
         )
@@ -100,6 +101,8 @@ def _calls(calls: Sequence[CallChange]) -> Any:
 def _change(moved: Shift) -> str:
     if moved.verdict == "same":
         return "unchanged"
+    if moved.verdict == "unsure":
+        return NONE
     return change_text(moved.ratio) if moved.ratio else NONE
 
 

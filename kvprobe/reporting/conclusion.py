@@ -143,8 +143,9 @@ def _costs(cost: SubmissionCost | None) -> str:
     if cost.moved.verdict == "same":
         return f"a typical submission takes as long as before ({sure})"
     text = f"a typical submission is {_faster(cost.moved.ratio)} ({sure}"
-    weight = f"a difference of {percent(cost.share)} of the time of its threads"
-    return f"{text}, which may be chance)" if cost.moved.verdict == "unsure" else f"{text}; {weight})"
+    does = "costs" if cost.moved.ratio > 1 else "saves"
+    weight = f"which {does} the threads {percent(cost.share)} of their time"
+    return f"{text}, which may be chance)" if cost.moved.verdict == "unsure" else f"{text}), {weight}"
 
 
 def _faster(ratio: float) -> str:

@@ -17,10 +17,10 @@ from kvprobe.reporting.charts import Mark, Points
 from kvprobe.reporting.headline import Fact, PageHead, cure_parts, micro
 from kvprobe.reporting.units import (
     ABOVE_LINK,
-    bytes_text,
     count_text,
     duration,
     link_share,
+    moved_text,
     rate,
     ratio,
 )
@@ -231,7 +231,7 @@ ROWS = (
     ("Requests served", "requests", count_text),
     ("Requests a second", "requests_per_s", count_text),
     ("Copies", "copies", count_text),
-    ("Moved", "bytes", bytes_text),
+    ("Moved", "bytes", moved_text),
 )
 
 
@@ -276,10 +276,10 @@ def _played(outcome: Mapping[str, Any]) -> PageHead:
         of_link = f"more than the {rate(link)} of one large copy: the link carries more than that showed"
     facts.append(Fact("Copied at", rate(speed), of_link))
     if outcome["redundant_bytes_avoided"]:
-        facts.append(Fact("Redundant loads avoided", bytes_text(outcome["redundant_bytes_avoided"]), outcome["dedup"]))
+        facts.append(Fact("Redundant loads avoided", moved_text(outcome["redundant_bytes_avoided"]), outcome["dedup"]))
     if outcome["bytes_verified"]:
         facts.append(
-            Fact("Verified", bytes_text(outcome["bytes_verified"]), "compared at source and destination, all equal")
+            Fact("Verified", moved_text(outcome["bytes_verified"]), "compared at source and destination, all equal")
         )
     if not outcome["switches"] and not (p99 and base and p99 > 3 * base):
         headline = f"No saturation: submitting a copy took {duration(p99)} at p99; usually it takes {duration(base)}."
@@ -287,7 +287,8 @@ def _played(outcome: Mapping[str, Any]) -> PageHead:
     times = f", {p99 / base:,.0f} times the usual {duration(base)}" if base else ""
     why = (
         f"The launch queue of the shared copy stream was full at {outcome['queue_depth']:,} submissions, so each "
-        f"further copy waited in the submitting thread: {duration(p99)} at p99{times}."
+        f"further submission waited in its thread: a submission took {duration(p99)} at p99{times}. The findings below "
+        "are about the whole recording, and so mainly about the time before the switch."
     )
     if not outcome["switches"]:
         return PageHead(

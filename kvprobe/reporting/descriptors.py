@@ -11,7 +11,7 @@ from kvprobe.recordings.descriptors import StreamCopies, copies_by_stream, has_a
 from kvprobe.recordings.model import Direction, Recording
 from kvprobe.recordings.serving import ServingWindow
 from kvprobe.reporting import streams
-from kvprobe.reporting.units import NONE, bytes_text, count_text, duration, number_text, rate
+from kvprobe.reporting.units import NONE, count_text, duration, number_text, rate, size_text
 from kvprobe.reporting.views import TableView, more_rows, table
 
 __all__ = ["DIRECTIONS", "costly", "descriptor_table", "submitters_table"]
@@ -20,14 +20,14 @@ DIRECTIONS = {Direction.H2D: "to the GPU", Direction.D2H: "to the CPU", Directio
 SHOWN = 12  # rows
 NEARLY_ALL = 0.99  # of the time: what follows cost little
 _ALLOW = (
-    '"Calls allow" is the highest rate at which one thread could submit these bytes: the bytes of an average call, '
-    "divided by the median time of a call. If it is above the link's rate, the calls are not the limit."
+    '"Submit rate" is the highest rate at which one thread could submit these bytes: the bytes of an average call, '
+    "divided by the median time of a call. If the submit rate is above the link's rate, the calls are not the limit."
 )
 _RUNS = (
     "In the serving window. A burst is a series of copies that one thread submits to the stream without a pause. A run "
     "is a series of copies in a burst, each of which begins where the one before ends, at the source and at the "
-    'destination, so that one copy would be enough. "Merging saves" is the host time of the calls that merging would '
-    "save, while the queue has free slots. "
+    'destination, so that one copy would be enough. "Merging would save" is the thread\'s time in the calls that would '
+    "go away, at what a call costs while the queue has free slots. "
 ) + _ALLOW
 _NO_PLACES = (
     "In the serving window. The recorder leaves out the addresses of copies, so it is not known which of them are "
@@ -53,8 +53,8 @@ def descriptor_table(recording: Recording, window: ServingWindow) -> tuple[str, 
         "A call, median",
         "Time in calls",
         "Runs",
-        "Merging saves",
-        "Calls allow",
+        "Merging would save",
+        "Submit rate",
         *(["Link"] if linked else []),
         "Bursts",
         "Calls",
@@ -115,7 +115,7 @@ def submitters_table(recording: Recording) -> TableView:
         "Transfers",
         "Copies asked for",
         "Submitted",
-        "Copies to one",
+        "Merged into one, mean",
         "Calls",
     ]
     rest = found.rows - len(rows)
@@ -134,7 +134,7 @@ def _row(recording: Recording, one: StreamCopies, linked: bool) -> list[Any]:
         f"{name}, in batches" if one.batches else name,
         DIRECTIONS.get(one.direction, NONE),
         _known(one.descriptors),
-        (bytes_text(median), median) if median >= 0 else NONE,
+        (size_text(median), median) if median >= 0 else NONE,
         (duration(one.call_ns), one.call_ns),
         (duration(one.host_ns), one.host_ns),
         _known(one.runs),
@@ -150,8 +150,8 @@ def _row(recording: Recording, one: StreamCopies, linked: bool) -> list[Any]:
 def _sizes_text(low: int, high: int, most: int) -> str:
     if low == most:
         return "all alike"
-    middle = bytes_text(low) if low == high else f"{bytes_text(low)} to {bytes_text(high)}"
-    return middle if most == high else f"{middle}, largest {bytes_text(most)}"
+    middle = size_text(low) if low == high else f"{size_text(low)} to {size_text(high)}"
+    return middle if most == high else f"{middle}, largest {size_text(most)}"
 
 
 def _known(count: int) -> Any:

@@ -7,7 +7,7 @@ from kvprobe.account.expert_gains import FIXED, PREFETCH, SLOTS, ExpertChange, e
 from kvprobe.recordings.experts import ExpertTensor, ExpertUploads, expert_uploads
 from kvprobe.recordings.model import Recording
 from kvprobe.recordings.serving import ServingWindow
-from kvprobe.reporting.units import NONE, bytes_text, count_text, duration, percent
+from kvprobe.reporting.units import NONE, count_text, duration, moved_text, percent, size_text
 from kvprobe.reporting.views import Cell, Chart, TableView, left_out, table
 
 __all__ = ["LEAD", "change_said", "expert_section", "expert_tables", "tensor_name"]
@@ -64,13 +64,13 @@ def _tensors(uploads: ExpertUploads) -> TableView:
         rows.append(
             [
                 tensor_name(one),
-                (bytes_text(one.expert_bytes), one.expert_bytes),
+                (size_text(one.expert_bytes), one.expert_bytes),
                 (count_text(one.different), one.different),
                 (count_text(one.visits), one.visits),
                 (count_text(one.typical), one.typical),
                 (count_text(one.uploads), one.uploads),
                 (percent(again / one.uploads), again / one.uploads),
-                (bytes_text(moved), moved),
+                (moved_text(moved), moved),
                 (count_text(one.whole), one.whole),
             ]
         )
@@ -88,9 +88,9 @@ def _changes(recording: Recording, account: Account, uploads: ExpertUploads) -> 
     rows = [
         [
             change_said(one),
-            (bytes_text(one.bytes), one.bytes) if one.bytes else NONE,
+            (size_text(one.bytes), one.bytes) if one.bytes else NONE,
             (f"{count_text(one.kept)}, {percent(one.kept / total)}", one.kept) if one.kept else NONE,
-            (bytes_text(one.kept_bytes), one.kept_bytes) if one.kept_bytes else NONE,
+            (moved_text(one.kept_bytes), one.kept_bytes) if one.kept_bytes else NONE,
             Cell(duration(one.saved_ns), one.saved_ns) if one.saved_ns is not None else NONE,
             (percent(one.saved_ns / gains.window_ns), one.saved_ns / gains.window_ns)
             if one.saved_ns is not None and gains.window_ns

@@ -15,7 +15,7 @@ from kvprobe.reporting.units import count_text, duration, percent
 
 if TYPE_CHECKING:
     from kvprobe.diagnosis import Examination
-    from kvprobe.diagnosis.finding import Change, Finding, TracedCall
+    from kvprobe.diagnosis.finding import Change, Finding, TracedCall, Where
     from kvprobe.diagnosis.verdict import Verdict
     from kvprobe.recordings.model import Recording
 
@@ -44,7 +44,7 @@ WORDS = {
     "warning": "Warning",
     "info": "For information",
     "unknown": "Undecided",
-    "ok": "Nothing found",
+    "ok": "Healthy",
     "cured": "Cured while running",
     "better": "Better",
     "worse": "Worse",
@@ -148,7 +148,7 @@ def saving_text(change: Change, before: Sequence[Change] = ()) -> str:
     promised = [(one.predicted_saving_ns, one.thread_saving_ns) for one in before]
     if any(promise) and promise in promised:
         does, much = "saves" if promise[0] else "frees the thread for", duration(promise[0] or promise[1])
-        return f"instead of change {promised.index(promise) + 1}: {does} the same {much}, not {much} more"
+        return f"an alternative to change {promised.index(promise) + 1}, {does} the same {much}"
     if change.kind == "recording":
         return ""
     if change.predicted_saving_ns is None:
@@ -174,7 +174,7 @@ def terminal_lines(recording: Recording, finding: Finding) -> list[str]:
         same = [one for one in finding.where if one.thread == call.thread]
         stream = call.stream_name or (same[0].stream_name if same else "")
         made = f", called at {call.line}" if call.line else ""
-        out.append(f"  worst of these  {call.name}{call_text(call, direction_text(recording, call.row), stream)}{made}")
+        out.append(f"  costliest call  {call.name}{call_text(call, direction_text(recording, call.row), stream)}{made}")
     for first in finding.cure[:1]:
         saving = saving_text(first)
         out.append(f"  first change    {first.text}{f', at {first.at}' if first.at else ''}")
@@ -218,7 +218,17 @@ def place(finding: Finding, limit: int = 2, brief: bool = False) -> str:
         if bits:
             words.append(", ".join(bits))
     more = len(finding.where) - limit
-    return "; ".join(words) + (f" and {more} more" if more > 0 and words else "")
+    return "; ".join(words) + (f" and {more} other {_places(finding.where, more)}" if more > 0 and words else "")
+
+
+def _places(where: Sequence[Where], count: int) -> str:
+    """What these places are besides the ones that are named: threads, streams or processes; for "and 2 other ..."."""
+    several = "s" if count > 1 else ""
+    if len({(one.pid, one.rank) for one in where}) == len(where):
+        return f"process{'es' if several else ''}"
+    if len({(one.pid, one.rank, one.thread) for one in where}) == len(where):
+        return f"thread{several}"
+    return f"stream{several}" if all(one.stream >= 0 for one in where) else f"place{several}"
 
 
 def micro(text: str) -> str:
@@ -283,10 +293,10 @@ def _cost_of(others: Sequence[Finding]) -> str:
     waited = [one.device_ns for one in others if one.device_ns is not None]
     if not waited:
         return ""
-    whose = "it" if len(others) == 1 else "them"
+    they = "it" if len(others) == 1 else "they"
     if not sum(waited):
-        return f"the GPU waited for none of {whose}" if len(others) > 1 else "the GPU did not wait for it"
-    return f"because of {whose}, the GPU waited {duration(sum(waited))} more"
+        return f"{they} cost the GPU nothing"
+    return f"{they} cost the GPU a further {duration(sum(waited))}"
 
 
 def direction_text(recording: Recording, row: int) -> str:
@@ -313,18 +323,22 @@ def _undecided(judged: Verdict, findings: Examination, facts: list[Fact]) -> Pag
 def _facts_of(first: Finding) -> list[Fact]:
     """The costliest finding in figures."""
     facts = []
+    several = first.lost_on != "host" and first.window_ns > 0 and first.of_ns > 1.5 * first.window_ns
     if first.device_share is not None and first.device_ns is not None:
-        of_window = f"for {percent(first.device_share)} of the window, this kept the GPU from running a kernel"
-        if first.lost_on == "device" and first.lost_ns > 1.005 * first.device_ns:
+        of_window = f"{percent(first.device_share)} of the serving window"
+        if several:
+            of_window += ", on the GPU that lost most"
+        elif first.lost_on == "device" and first.lost_ns > 1.005 * first.device_ns:
             rest = duration(first.lost_ns - first.device_ns)
-            of_window += f". For the other {rest} of the {duration(first.lost_ns)}, the GPU did not wait for this"
+            of_window += f". For the other {rest} of the {duration(first.lost_ns)}, the GPU did not wait"
         facts.append(Fact("The GPU waited", duration(first.device_ns), of_window))
     if first.lost_ns and first.lost_on != "device":
-        label = {"host": "Host time lost", "copy engine": "Copy engine time lost", "device": "Device time lost"}.get(
+        label = {"host": "Time that threads lost", "copy engine": "Time that copies lost"}.get(
             first.lost_on, "Time lost"
         )
-        whose = "the time of the threads it held up" if first.lost_on == "host" else "the window"
-        note = f"{percent(first.share)} of {whose}" if first.of_ns else ""
+        whose = "the time of these threads" if first.lost_on == "host" else "the serving window"
+        note = f"{percent(first.share)} of {'their serving windows' if several else whose}" if first.of_ns else ""
+        note = f"sum of all GPUs; {note}" if several and note else note
         facts.append(Fact(label, duration(first.lost_ns), note))
     if first.where:
         top = first.where[0]
@@ -338,18 +352,22 @@ def _facts_of(first: Finding) -> list[Fact]:
 
 
 def call_text(call: TracedCall, direction: str, stream: str) -> str:
-    """What a call took, which way it copied, on which stream and by which thread: what follows its name."""
+    """What a call cost, which way it copied, on which stream and by which thread: what follows its name.
+
+    A call that returned before its operation ended cost more than it took: then the time lost stands here.
+    """
     way = f", {direction}," if direction else ""
     where = f" on {stream}" if stream else ""
     thread = f" in thread {call.thread}" if call.thread >= 0 else ""
-    return f"{way} took {duration(call.dur_ns)}{where}{thread}"
+    cost = f"cost {duration(call.lost_ns)}" if call.lost_ns > call.dur_ns else f"took {duration(call.dur_ns)}"
+    return f"{way} {cost}{where}{thread}"
 
 
 def _call(call: TracedCall, stream: str, direction: str, origin_ns: int) -> list[Part]:
     """The call that lost most: what it took, on which stream and thread, when, and who made it."""
     at = f", {duration(call.start_ns - origin_ns)} after the recording began"
     parts = [
-        Part("The call that lost most: "),
+        Part("The costliest call: "),
         Part(call.name, inline=True),
         Part(call_text(call, direction, stream) + at),
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvprobe.diagnosis.offload_benefit import Benefit
-from kvprobe.reporting.units import NONE, bytes_text, count_text, duration, percent
+from kvprobe.reporting.units import NONE, count_text, duration, moved_text, percent
 from kvprobe.reporting.views import TableView, table
 
 __all__ = ["LEAD", "benefits_table"]
@@ -20,14 +20,14 @@ def benefits_table(found: list[Benefit]) -> TableView:
     rows = []
     for one in found:
         wasted = percent(one.wasted_share) if one.wasted_share is not None else NONE
-        size = f" ({bytes_text(one.wasted_bytes)})" if one.wasted_bytes is not None else ""
+        size = f" ({moved_text(one.wasted_bytes)})" if one.wasted_bytes is not None else ""
         rows.append(
             [
                 f"{one.server} {one.source}",
                 one.conclusion,
-                (bytes_text(one.loaded_bytes), one.loaded_bytes),
+                (moved_text(one.loaded_bytes), one.loaded_bytes),
                 (percent(one.hit_share) if one.hit_share is not None else NONE, one.hit_share),
-                (bytes_text(one.stored_bytes), one.stored_bytes),
+                (moved_text(one.stored_bytes), one.stored_bytes),
                 (wasted + size, one.wasted_share),
                 (duration(one.saved_ns), one.saved_ns),
                 (duration(one.waited_ns), one.waited_ns),

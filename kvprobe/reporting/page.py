@@ -24,7 +24,7 @@ from kvprobe.reporting import headline
 from kvprobe.reporting.inputs import Input
 from kvprobe.reporting.inputs import sections as apart
 from kvprobe.reporting.streams import process_name
-from kvprobe.reporting.units import NONE, bytes_text, rate, value_text
+from kvprobe.reporting.units import NONE, moved_text, rate, value_text
 from kvprobe.reporting.views import Chart, Section, table
 from kvprobe.version import version
 
@@ -121,12 +121,15 @@ def build_page(recording: Recording | None = None, **page: Unpack[Page]) -> str:
 
 def _assumed(findings: Examination | None) -> list[str]:
     """The rates of a link that the account went by and the recording does not tell, a line each."""
-    links = [one for gpu in findings.account.gpus for one in gpu.links] if findings is not None else []
-    rates = dict.fromkeys(rate(one.bytes_per_s) for one in links if one.assumed and one.bytes_per_s)
+    gpus = findings.account.gpus if findings is not None else ()
+    ways = [both for gpu in gpus for both in zip(("CPU to GPU", "GPU to CPU"), gpu.links, strict=True)]
+    told = dict.fromkeys(
+        f"the link carries {rate(one.bytes_per_s)} from {way}" for way, one in ways if one.assumed and one.bytes_per_s
+    )
     return [
-        f"assumed: the link gives {one} (PCIe 5.0 x16), because the recording neither tells its rate nor holds a "
-        "large copy of pinned memory"
-        for one in rates
+        f"assumed: {one} (PCIe 5.0 x16), because the recording neither states this rate nor holds a "
+        "large copy of pinned memory in this direction"
+        for one in told
     ]
 
 
@@ -203,7 +206,7 @@ def _provenance(recording: Recording | None) -> tuple[list[Any], list[str], list
         [
             _fact(name),
             _moment(recording) if name == _CLOCK else value_text(name, value),
-            recording.machine_how.get(name) or "not told",
+            recording.machine_how.get(name) or "not stated",
         ]
         for name, value in recording.machine.items()
     ]
@@ -213,7 +216,7 @@ def _provenance(recording: Recording | None) -> tuple[list[Any], list[str], list
             one.path,
             one.format,
             one.tool or NONE,
-            (bytes_text(one.bytes), one.bytes),
+            (moved_text(one.bytes), one.bytes),
             *([one.sha256 or NONE] if hashed else []),
         ]
         for one in recording.source

@@ -23,9 +23,9 @@ from kvprobe.reporting.headline import PageHead
 from kvprobe.reporting.rows import rows_chart
 from kvprobe.reporting.units import (
     NONE,
-    bytes_text,
     count_text,
     duration,
+    moved_text,
     percent,
     rate,
     ratio,
@@ -232,7 +232,7 @@ def _startup(recording: Recording, window: ServingWindow) -> tuple[str, list[Cha
             part.what,
             (f"{part.calls:,}", part.calls),
             (duration(part.ns), part.ns),
-            (bytes_text(part.bytes) if part.bytes else NONE, part.bytes),
+            (moved_text(part.bytes) if part.bytes else NONE, part.bytes),
             (rate(part.bytes_per_s) if part.bytes else NONE, part.bytes_per_s),
             part.call,
             (duration(part.longest_ns), part.longest_ns),
@@ -495,7 +495,7 @@ def _served(recording: Recording) -> TableView:
                 f"{recording.text(int(kinds[i][0]))} {recording.text(int(kinds[i][1]))}",
                 words.get(Direction(int(kinds[i][2])), NONE),
                 (count_text(int(calls[i])), int(calls[i])),
-                (bytes_text(moved), moved),
+                (moved_text(moved), moved),
                 (duration(int(spent[i])), int(spent[i])),
                 (count_text(copies), copies),
                 (count_text(pageable), pageable),
@@ -512,7 +512,7 @@ def _llama_cpp(recording: Recording) -> TableView:
             streams.process_name(recording, one.process),
             one.name,
             (count_text(one.copies), one.copies),
-            (bytes_text(one.size_bytes), one.size_bytes),
+            (moved_text(one.size_bytes), one.size_bytes),
             (duration(one.held_ns), one.held_ns),
             (count_text(one.pageable), one.pageable),
             (percent(one.pageable_bytes / one.size_bytes), one.pageable_bytes / one.size_bytes)
@@ -540,7 +540,7 @@ def _decisions(recording: Recording, found: Submissions) -> TableView:
         for t, what, reason, gain in zip(rows["time_ns"], rows["what"], rows["reason"], rows["gain"], strict=True)
     ][:200]
     return table(
-        "Decisions and states", ["At", "What", "Why", "A copy costs its caller"], listed, left_out(200, rows.rows)
+        "Decisions and states", ["At", "What", "Why", "Caller's time per copy"], listed, left_out(200, rows.rows)
     )
 
 
@@ -549,10 +549,10 @@ def _decisions(recording: Recording, found: Submissions) -> TableView:
 
 def _finding(i: int, finding: Finding, recording: Recording, found: Submissions) -> dict[str, Any]:
     state = "unknown" if finding.confidence == "cannot tell" else finding.severity
-    what = {"host": "host time", "copy engine": "copy engine time", "device": "device time"}.get(finding.lost_on, "")
+    what = {"host": "of threads", "copy engine": "of copies", "device": "of the GPU"}.get(finding.lost_on, "")
     meta = [
         finding.cause.replace("_", " "),
-        {"certain": "certain", "likely": "likely", "cannot tell": "not proven"}[finding.confidence],
+        {"certain": "certain", "likely": "likely", "cannot tell": "cannot tell"}[finding.confidence],
     ]
     where = headline.place(finding)
     if where:
@@ -564,7 +564,7 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
     places = None
     if len(finding.where) > 1:
         places = table(
-            "Threads and streams that lost the time",
+            "Time lost, by thread and stream",
             ["Rank", "Process", "Thread", "Stream", "Range", "Lost", "Calls"],
             [
                 [
@@ -610,10 +610,13 @@ def _lead(findings: Examination) -> str:
 def _lost(finding: Finding, what: str) -> str:
     """What a finding cost: the threads or engines that lost time, and the GPU."""
     said = [f"{duration(finding.lost_ns)} {what} lost"] if finding.lost_ns and finding.lost_on != "device" else []
+    several = finding.lost_on != "host" and finding.of_ns > 1.5 * finding.window_ns > 0
+    whose = "on the GPU that lost most, " if several else ""
     if finding.device_share is None or finding.device_ns is None:
         return "; ".join(said) or (f"{duration(finding.lost_ns)} lost" if finding.lost_ns else "")
     if finding.device_ns:
-        said.append(f"the GPU waited {duration(finding.device_ns)}, {percent(finding.device_share)} of the window")
+        waited = f"the GPU waited {duration(finding.device_ns)}"
+        said.append(f"{waited}, {whose}{percent(finding.device_share)} of the serving window")
     elif finding.lost_ns:
         said.append("it cost the GPU nothing")
     return "; ".join(said)

@@ -19,7 +19,7 @@ from kvprobe.recordings.intervals import in_time
 from kvprobe.recordings.model import SUBMITTING, CallKind, Engine, Recording, Table
 from kvprobe.reporting import streams
 from kvprobe.reporting.lanes import MEMORY, STYLES, WAIT, WORK, Lane, copy_text, engine_styles, gpu_lanes, range_lanes
-from kvprobe.reporting.units import bytes_text, count_text, duration, percent
+from kvprobe.reporting.units import count_text, duration, percent, size_text
 from kvprobe.reporting.views import Chart, table
 from kvprobe.reporting.waits import waited_for
 
@@ -124,9 +124,9 @@ def rows_chart(
         table("Threads and streams", columns, listed, _LISTED),
         "Zoom in to see single calls. Until then, each bar stands for a stretch of time, and its height shows how "
         f"busy the thread or stream was in the busiest part of it. {spans} Click one to see its stack. A line connects "
-        "a stream's wait with the work that it waits for. An arrow leads to the end of a blocked call, from the last "
-        "operation that ended before the call returned. The address in the browser contains the zoom and the call that "
-        "you clicked: copy it to come back to them. To get all calls, use kvprobe export.",
+        "a stream's wait with the work that it waits for. An arrow ends where a blocked call returned. It begins at "
+        "the last operation that ended before this return. The address in the browser contains the zoom and the call "
+        "that you clicked: copy it to come back to them. To get all calls, use kvprobe export.",
     )
 
 
@@ -358,7 +358,7 @@ def _texts(recording: Recording, row: _Row, where: Array) -> list[str]:
     columns = (names, *(ran[column][where] for column in ("engine", "direction", "bytes", "count")))
     for name, engine, direction, size, count in zip(*(column.tolist() for column in columns), strict=True):
         if engine == Engine.COPY:
-            text = copy_text(direction) + (f", {bytes_text(size)}" if size > 0 else "")
+            text = copy_text(direction) + (f", {size_text(size)}" if size > 0 else "")
         else:
             text = recording.text(name) or Engine(engine).name.lower()
         said.append(f"{text} in {count:,} submissions" if ran.kind == "spans" and count > 1 else text)

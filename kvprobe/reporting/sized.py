@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from kvprobe.reporting import charts
-from kvprobe.reporting.units import bytes_text, count_text, duration, percent, rate
+from kvprobe.reporting.units import count_text, duration, moved_text, percent, rate, size_text
 from kvprobe.reporting.views import Chart, TableView, table
 from kvprobe.sizing import Point, Sizing
 
@@ -44,10 +44,10 @@ def rows(one: Sizing) -> list[list[str]]:
     return [
         [
             count_text(point.blocks),
-            bytes_text(point.bytes),
+            size_text(point.bytes),
             percent(point.hit_share),
-            bytes_text(point.loaded_bytes),
-            bytes_text(point.stored_bytes),
+            moved_text(point.loaded_bytes),
+            moved_text(point.stored_bytes),
             duration(point.saved_ns),
             _mark(one, point),
         ]
@@ -107,7 +107,7 @@ def sentences(one: Sizing) -> list[str]:
 
 
 def _advice(one: Sizing, point: Point) -> str:
-    size = f" ({bytes_text(point.bytes)})" if point.bytes else ""
+    size = f" ({size_text(point.bytes)})" if point.bytes else ""
     if one.pays is False:
         return "No size pays: loading a block takes longer than computing it."
     said = f"A pool of {point.blocks:,} blocks{size} would find {percent(point.hit_share)} of the requested blocks"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvprobe.recordings.link_rate import link_rate
 from kvprobe.recordings.model import Direction, Recording
 from kvprobe.recordings.sleeps import PHASES, Sleep, Spent, fastest_copy, sleeps
-from kvprobe.reporting.units import NONE, bytes_text, count_text, duration, link_share, rate
+from kvprobe.reporting.units import NONE, count_text, duration, link_share, moved_text, rate
 from kvprobe.reporting.views import Cell, TableView, left_out, table
 
 __all__ = ["LEAD", "sleep_tables"]
@@ -41,7 +41,7 @@ def _table(recording: Recording, side: str, found: list[Sleep], zero_ns: int) ->
             (duration(one.start_ns - zero_ns), one.start_ns),
             one.name or NONE,
             str(one.thread),
-            (bytes_text(one.bytes), one.bytes),
+            (moved_text(one.bytes), one.bytes),
             (duration(one.ns), one.ns),
             *(_phase(one.phases[name]) for name in phases),
             (rate(one.bytes_per_s), one.bytes_per_s),

@@ -15,7 +15,7 @@ from kvprobe.recordings.model import SUBMITTING, Engine, Recording
 from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy, depth_series
 from kvprobe.reporting import charts, series
 from kvprobe.reporting.charts import Mark, Points
-from kvprobe.reporting.units import NONE, bytes_text, duration, percent
+from kvprobe.reporting.units import NONE, duration, moved_text, percent
 from kvprobe.reporting.views import Chart, TableView, left_out, numbers, table
 
 if TYPE_CHECKING:
@@ -82,8 +82,8 @@ def submitters_thread(name: str) -> bool:
 
 
 def thread_title(name: str) -> str:
-    """A thread's name as it is shown; kvprobe's submitter is said to be no thread of the program."""
-    return name.replace(SUBMITTER, "kvprobe's submitter") if submitters_thread(name) else name
+    """A thread's name as it is shown, without its number; kvprobe's submitter is no thread of the program."""
+    return name.replace(SUBMITTER, "kvprobe's submitter") if submitters_thread(name) else _bare(name)
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ def stream_table(recording: Recording, found: Submissions, queues: Occupancy | N
                 *_timed(group.times, span_ns, _threads(recording, found, group)),
                 (f"{depth:,}" if depth >= 0 else NONE, depth),
                 (duration(blocked) if queue else NONE, blocked),
-                (bytes_text(payload), payload),
+                (moved_text(payload), payload),
                 (percent(busy.get(row, 0) / span_ns) if busy else NONE, busy.get(row, 0) / span_ns),
             ]
         )
@@ -325,8 +325,8 @@ def occupancy_charts(
         found.span,
         charts.Axis("submissions outstanding", "outstanding", "count"),
         charts.Besides(marks=marks, levels=levels),
-        how=f"{_HOW[queues.how]} The chart counts a call from the moment it is entered, so it shows "
-        "one more than the others that were outstanding then.",
+        how=f"{_HOW[queues.how]} The chart counts the call itself as well, so it shows one more than "
+        "the text, which counts only the others.",
     )
     return chart, _cliff(recording, found, queues)
 
@@ -386,14 +386,14 @@ def _cliff(recording: Recording, found: Submissions, queues: Occupancy) -> Chart
         deep_ns = charts.quantiles(spent[queue.blocked], 0.5)[0]
         low, high_ = queue.plateau
         at = f"{low:,}" if low == high_ else f"{low:,} to {high_:,}"
-        where = f"for the {int(queue.blocked.sum()):,} calls blocked"
-        where += f" at {at}" if low >= 0 else " by it"
+        where = f"The {int(queue.blocked.sum()):,} blocked calls"
+        where += f", with {at} outstanding, take" if low >= 0 else " take"
     else:
-        deep_ns, where = charts.quantiles(spent[bins >= keys[-1] * 0.95], 0.5)[0], "at its deepest"
+        deep_ns, where = charts.quantiles(spent[bins >= keys[-1] * 0.95], 0.5)[0], "A call at the greatest depth takes"
     name = _queue_name(recording, queue)
     summary = (
-        f"{name}: the median call takes {duration(shallow_ns)} while the queue is at most half as deep as at its "
-        f"deepest, and {duration(deep_ns)} {where}. A step means a full queue; a flat line means a healthy one."
+        f"{name}: while the queue is at most half as deep as it gets, a call takes {duration(shallow_ns)} (median). "
+        f"{where} {duration(deep_ns)} (median). A step means a full queue; a flat line means a healthy one."
     )
     ceiling = [(float(queue.ceiling), f"full at {queue.ceiling:,}")] if queue.ceiling > 0 else []
     spec = {

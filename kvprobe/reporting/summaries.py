@@ -26,7 +26,7 @@ from kvprobe.recordings.experts import expert_uploads
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.model import CallKind, Direction, Engine, RangeStyle, Recording
 from kvprobe.reporting import experts, series, streams
-from kvprobe.reporting.units import NONE, bytes_text
+from kvprobe.reporting.units import NONE, size_text
 
 __all__ = ["REPORTS", "SummaryTable", "summary"]
 
@@ -269,7 +269,7 @@ def size_sum(recording: Recording) -> SummaryTable:
     for key in np.unique(power * 64 + operation).tolist():
         mine = power * 64 + operation == key
         low = 1 << (key // 64 - 1) if key // 64 else 0
-        text = f"{bytes_text(low)} to {bytes_text(max(low, 1) * 2)}".replace("\u00a0", " ") if low else "0 B"
+        text = f"{size_text(low)} to {size_text(max(low, 1) * 2)}".replace("\u00a0", " ") if low else "0 B"
         listed.append([text, int(mine.sum()), int(size[mine].sum()), names[key % 64]])
     columns = [("Size", "text"), ("Count", "count"), ("Total (MB)", "mb"), ("Operation", "text")]
     note = _blind(recording) or "KiB and MiB count in 1,024s, MB in 1,000s."

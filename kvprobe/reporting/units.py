@@ -10,15 +10,16 @@ __all__ = [
     "ABOVE_LINK",
     "NONE",
     "TIMES_SIGN",
-    "bytes_text",
     "change_text",
     "count_text",
     "duration",
     "link_share",
+    "moved_text",
     "number_text",
     "percent",
     "rate",
     "ratio",
+    "size_text",
     "value_text",
 ]
 
@@ -26,7 +27,8 @@ NONE = "\u2013"  # a dash: not known, or not there
 TIMES_SIGN = "\u00d7"
 ABOVE_LINK = 1.05  # of the link's rate; less beyond it is what two measurements differ by
 
-_BYTES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
+_MOVED = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_SIZES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
 
 
 def _finite(value: float | None) -> bool:
@@ -41,11 +43,20 @@ def duration(ns: float | None) -> str:
     return time_text(ns) if " " in number else f"{number}\u00a0{unit}"
 
 
-def bytes_text(count: float | None) -> str:
-    """Bytes with binary units."""
+def moved_text(count: float | None) -> str:
+    """Bytes that were moved, in decimal units, as rates are."""
+    return _bytes_text(count, _MOVED)
+
+
+def size_text(count: float | None) -> str:
+    """The size of a memory, a block or a copy, in binary units, as programs set them."""
+    return _bytes_text(count, _SIZES)
+
+
+def _bytes_text(count: float | None, units: tuple[tuple[float, str], ...]) -> str:
     if count is None or not _finite(count):
         return NONE
-    for scale, unit in _BYTES:
+    for scale, unit in units:
         if abs(count) >= scale:
             return f"{three_digits(count / scale)}\u00a0{unit}"
     return f"{count:,.0f}\u00a0B"
@@ -115,7 +126,7 @@ def value_text(name: str, value: object) -> str:
         if name.endswith(("bytes_per_s", "_rate")):
             return rate(number)
         if name.endswith("bytes"):
-            return bytes_text(number)
+            return size_text(number)
         if name.endswith("_ms"):
             return duration(number * 1e6)
         if name.endswith(("share", "fraction")):

@@ -153,5 +153,5 @@ def test_a_rate_that_is_assumed_stands_among_the_assumptions(kvprobe, tmp_path: 
     _, out, _ = kvprobe("report", ACCOUNTS / f"{name}.sqlite.gz", "-o", tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
     section = page[page.index("What was not read, left out or assumed") :]
-    assert ("<li>assumed: the link gives 55.0" in section.replace("&nbsp;", " ")) == assumed
-    assert ("GB/s (assumed)" in out) == assumed
+    assert ("<li>assumed: the link carries 55.0" in section.replace("&nbsp;", " ")) == assumed
+    assert ("GB/s, assumed" in out) == assumed

@@ -77,7 +77,7 @@ def test_what_cannot_be_tried_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line.split(",")[0] for line in left] == [
         "not tried: CUDA_SCALE_LAUNCH_QUEUES=4x is set already",
         "not tried: --fix auto",
-        "nothing to try: no finding names a change that needs no change of the program",
+        "nothing to try: no finding names a change that kvprobe can make without editing the program",
     ]
     changes, _ = _from_outside([finding(POOLED)], recording("adapter vllm: applied (1 process)"), [])
     assert [change.value for change in changes] == ["auto"]

@@ -27,7 +27,7 @@ def test_copies_that_all_fail_are_critical_and_say_which_error():
     one = found(copies(3_000, 1))
     assert (one.severity, one.confidence, one.lost_on) == ("critical", "certain", "none")
     assert one.title == "3,000 calls failed: cudaMemcpyAsync, cudaErrorInvalidValue (1)"
-    assert one.evidence[0].text.startswith("3,000 of 3,000 calls of cudaMemcpyAsync")
+    assert one.evidence[0].text.startswith("all 3,000 calls of cudaMemcpyAsync returned")
 
 
 def test_a_few_of_many_are_a_warning():
@@ -56,3 +56,9 @@ def test_failures_that_only_the_totals_count_are_named():
     assert found(copies(10, 0), totals=totals).title == "400 calls failed: cudaMemcpyAsync, an error that was not kept"
     one = found([*copies(10, 0), *copies(4, 1)], totals=totals)
     assert one.title == "400 calls failed: cudaMemcpyAsync, cudaErrorInvalidValue (1)"
+
+
+def test_a_context_that_is_gone_when_the_process_ends_is_no_failure():
+    gone = blocks([101], result=709, kind=CallKind.SYNC)
+    assert found([*copies(100, 0), *gone]) is None
+    assert found([*copies(100, 0), *gone, *copies(1, 0)]).severity == "critical"

@@ -135,7 +135,7 @@ def test_a_saving_is_promised_once() -> None:
     said = [" ".join("".join(part.text for part in parts).split()) for parts in changes_parts([whole, same, less])]
     assert said == [
         "Order them (predicted to save 42.0 ms)",
-        "Merge (instead of change 1: saves the same 42.0 ms, not 42.0 ms more)",
+        "Merge (an alternative to change 1, saves the same 42.0 ms)",
         "Wait less (predicted to save 40.0 ms)",
     ]
 

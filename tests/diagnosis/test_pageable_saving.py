@@ -57,7 +57,7 @@ def share(recording: Recording) -> float | None:
     found = next(one for one in diagnose(recording) if one.cause == "pageable_memory")
     said = [one.text for one in found.evidence if "cannot be told" in one.text]
     assert bool(said) == (found.cure[0].share is None)
-    assert not said or said[0].startswith(f"the next call waits for {MANY} of them")
+    assert not said or said[0].startswith(f"{MANY} of these copies are waited for")
     return found.cure[0].share
 
 

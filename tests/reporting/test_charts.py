@@ -225,7 +225,7 @@ def test_the_words_and_the_line_of_outstanding_submissions_agree(shared_data: Pa
     chart = charts["occupancy"]
     assert "began with up to 1,141 others outstanding." in chart.summary
     assert max(max(filter(None, line["hi"])) for line in chart.spec["series"]) == 1_142
-    assert chart.how.endswith("it shows one more than the others that were outstanding then.")
+    assert chart.how.endswith("it shows one more than the text, which counts only the others.")
 
 
 def test_how_deep_a_queue_was_is_said_once() -> None:

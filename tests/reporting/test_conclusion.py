@@ -33,8 +33,8 @@ def test_what_is_better_by_how_much_and_how_sure() -> None:
     assert one.sentence.replace(TIMES_SIGN, "x") == (
         "b is better than a: “200 copies blocked” is gone (it cost 47% of the serving window, certain), with 1 more "
         "finding, "
-        "and a typical submission is 2 times faster (over all calls, 95% interval 1.82x to 2.22x; a "
-        "difference of 2.0% of the time of its threads)."
+        "and a typical submission is 2 times faster (over all calls, 95% interval 1.82x to 2.22x), "
+        "which saves the threads 2.0% of their time."
     )
     assert said(change("more", 0.05, 0.3), at=AS_BEFORE).sentence.startswith(
         "b is worse than a: “200 copies blocked” costs 30% of the serving window instead of 5.0% (certain), and a "

@@ -39,10 +39,10 @@ def bursts():
 def test_a_row_a_stream_and_direction_most_time_first():
     shown = section(recording(bursts()))
     stores, loads = cells(shown, 0), cells(shown, 1)
-    assert (stores["Direction"], stores["Runs"], stores["Merging saves"]) == ("to the CPU", "30", "nothing")
+    assert (stores["Direction"], stores["Runs"], stores["Merging would save"]) == ("to the CPU", "30", "nothing")
     assert (loads["Direction"], loads["Copies"], loads["Bursts"], loads["Runs"]) == ("to the GPU", "100", "2", "2")
     assert (loads["Size, median"], loads["A call, median"]) == ("16.0 KiB", "1.00 µs")
-    assert (loads["Merging saves"], loads["Calls allow"]) == ("98.0 µs, 98 calls", "16.4 GB/s")
+    assert (loads["Merging would save"], loads["Submit rate"]) == ("98.0 µs, 98 calls", "16.4 GB/s")
     assert "Link" not in loads
     assert "A run is a series of copies" in shown.lead
 
@@ -59,7 +59,7 @@ def test_a_recording_without_addresses_says_so_once_and_guesses_nothing():
     assert "leaves out the addresses" in shown.lead and "kvprobe run" in shown.lead
     loads = cells(shown, 1)
     assert (loads["Copies"], loads["Size, median"]) == ("100", "16.0 KiB")
-    assert not {"Bursts", "Runs", "Merging saves"} & set(loads)  # columns that hold nothing are left out
+    assert not {"Bursts", "Runs", "Merging would save"} & set(loads)  # columns that hold nothing are left out
     assert build_page(made, findings=examination(made)).count("leaves out the addresses") == 1
     table = summary(made, "descriptors")
     assert "not known" in table.note
@@ -90,7 +90,7 @@ def test_what_kvprobe_submitted_is_shown_before_and_after_merging(made, expected
     )
     shown = cells(section(one), which=1)
     assert (shown["Whose"], shown["Copies asked for"]) == ("engine", "640")
-    assert (shown["Submitted"], shown["Copies to one"]) == expected
+    assert (shown["Submitted"], shown["Merged into one, mean"]) == expected
     assert shown["A call, mean"] == "10.0 µs"
     assert shown["Stream"] == NONE
 

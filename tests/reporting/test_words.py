@@ -11,7 +11,17 @@ from kvprobe.reporting import build_page, series, streams
 from kvprobe.reporting.charts import Axis, Points, timeline
 from kvprobe.reporting.headline import cure_parts
 from kvprobe.reporting.recorded import submissions, view
-from kvprobe.reporting.units import bytes_text, duration, link_share, number_text, percent, rate, ratio, value_text
+from kvprobe.reporting.units import (
+    duration,
+    link_share,
+    moved_text,
+    number_text,
+    percent,
+    rate,
+    ratio,
+    size_text,
+    value_text,
+)
 from tests.examining import examination
 
 
@@ -36,7 +46,8 @@ def test_a_duration_has_three_digits_and_the_unit_a_person_would_take(ns, text: 
 
 
 def test_other_units() -> None:
-    assert bytes_text(65536) == "64.0\u00a0KiB"
+    assert size_text(65536) == "64.0\u00a0KiB"
+    assert moved_text(65536) == "65.5\u00a0kB"
     assert rate(55.6e9) == "55.6\u00a0GB/s"
     assert (percent(0.47), percent(0.0123), percent(1e-5), percent(0)) == ("47%", "1.2%", "<0.1%", "0.0%")
     assert ratio(180, 1.4) == "129\u00d7 lower"
@@ -66,7 +77,7 @@ def test_the_numbers_of_a_finding_and_of_a_chart_can_be_read() -> None:
     )
     assert finding["evidence"] == [{"text": "they moved 2.3 GB", "how": "measured"}]
     values = np.array([0.25, 12_345_678.5])
-    for unit, text in (("rate", "12.3\u00a0MB/s"), ("count", "12,345,678"), ("bytes", "11.8\u00a0MiB")):
+    for unit, text in (("rate", "12.3\u00a0MB/s"), ("count", "12,345,678"), ("bytes", "12.3\u00a0MB")):
         chart = timeline(("x", "x", "x"), [Points("x", np.array([0, 9]), values)], (0, 10), Axis("x", unit=unit))
         assert chart.table.rows[-3][2].text == text
         assert chart.table.rows[0][2].text != "0"

@@ -172,7 +172,7 @@ def test_a_watched_server_and_client_move_the_same_bytes_and_the_page_says_what_
     assert benefit.sentence in shown
     assert "30% of the prompt tokens came from it" in benefit.sentence
     assert "50% of what was stored was evicted" in benefit.sentence and "pays where prefill takes longer" in shown
-    assert "3.00 MiB" in shown and "1.50 MiB" in shown
+    assert "3.15 MB" in shown and "1.57 MB" in shown
 
     engine = open_recording(worker)
     assert any("lmcache.mp_worker" in note and "applied" in note for note in engine.notes), engine.notes

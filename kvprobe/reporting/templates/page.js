@@ -36,7 +36,7 @@
     return group(v, size >= 100 ? 0 : size >= 10 ? 1 : size >= 1 ? 2 : 3);
   }
   const TIMES = [[1e9, "s"], [1e6, "ms"], [1e3, "µs"], [1, "ns"]];
-  const SIZES = [[2 ** 40, "TiB"], [2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"], [1, "B"]];
+  const SIZES = [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"], [1, "B"]];
   const RATES = [[1e12, "TB/s"], [1e9, "GB/s"], [1e6, "MB/s"], [1e3, "kB/s"], [1, "B/s"]];
   function show(unit, v) {
     if (v === null || v === undefined || !isFinite(v)) return "–";

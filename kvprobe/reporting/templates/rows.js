@@ -320,7 +320,7 @@
   };
 
   // Every table as CSV: what its cells sort by where they are numbers, with the unit in the head of the column.
-  const UNITS = [["ns", /\d\s(ns|µs|ms|s)$/], ["bytes", /\d\s([KMGT]i)?B$/], ["bytes/s", /B\/s$/], ["of 1", /\d%$/]];
+  const UNITS = [["ns", /\d\s(ns|µs|ms|s)$/], ["bytes", /\d\s([KMGT]i|[kMGT])?B$/], ["bytes/s", /B\/s$/], ["of 1", /\d%$/]];
   const unitOf = (text) => UNITS.find(([, pattern]) => pattern.test(text))?.[0];
   window.kvprobe.csv = (table) => {
     const caption = table.querySelector("caption");
