@@ -53,8 +53,10 @@ def command(
     from kvprobe.diagnosis import offload_benefit
     from kvprobe.diagnosis.verdict import of_recording
     from kvprobe.recordings.merge import DIFFERENT_RUNS
+    from kvprobe.recordings.witnessed import of_recording as of_bytes
     from kvprobe.reporting.account import account_lines
     from kvprobe.reporting.units import duration
+    from kvprobe.reporting.verified import sentence
 
     recording, findings, queues, apart = diagnosed_apart(inputs, quiet=quiet, window=window)
     verdict = of_recording(recording, findings)
@@ -94,6 +96,9 @@ def command(
                 click.echo(plain(f"For information: {one.title}{cost if one.device_ns is not None else ''}"))
         for benefit in offload_benefit.of_recording(recording):
             click.echo(plain(benefit.sentence))
+        witnessed = of_bytes(recording)
+        if witnessed is not None:
+            click.echo(plain(f"Bytes: {sentence(witnessed)}"))
         click.echo(f"{path}")
     if show:
         click.launch(path.resolve().as_uri())
