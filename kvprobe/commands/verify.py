@@ -50,9 +50,9 @@ def command(
     the calls.
 
     Bytes that changed under a load are a bug. Bytes that changed between store and load were written by something that
-    kvprobe does not see, which may be the program itself on purpose. Where an allocation changes before most of its
-    loads, kvprobe takes it for such a buffer. Where nothing was compared, kvprobe says "cannot tell", and why. The exit
-    code is COMMAND's. The run folder also holds the recording and the report of `kvprobe run`.
+    kvprobe does not see, which may be the program itself on purpose. An allocation whose bytes change before most of
+    its loads counts as a buffer that the program rewrites. Where nothing was compared, kvprobe says "cannot tell", and
+    why. The exit code is COMMAND's. The run folder also holds the recording and the report of `kvprobe run`.
     """
     if not words:
         raise UsageError("no command was given: kvprobe verify [OPTIONS] -- COMMAND [ARGUMENT...]")

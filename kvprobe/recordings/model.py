@@ -165,7 +165,7 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "small": "int64",
         "unchosen": "int64",
         "budget": "int64",
-        "room": "int64",
+        "crowded": "int64",
         "elsewhere": "int64",
         "unreadable": "int64",
         "summed": "int64",

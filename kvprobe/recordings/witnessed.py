@@ -26,7 +26,7 @@ REASONS = {
     "small": "held no whole page of 4 KiB",
     "unchosen": "held none of the pages that were looked at",
     "budget": "came while the budget of time was spent",
-    "room": "came while too many others were under way",
+    "crowded": "came while too many others were under way",
     "elsewhere": "went to a stream that could not be marked",
     "unreadable": "lay in memory that could not be read",
     "unfinished": "had not ended when the program did",

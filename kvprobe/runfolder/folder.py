@@ -242,11 +242,13 @@ class Witness(TypedDict, total=False):
     """What the byte witness of a process did (`native/interpose/witness.c`); numbers of copies where not said.
 
     `loads`, `stores`: seen. Not looked at: `pageable` memory, `shapes` of 2D and 3D copies, `captured` into graphs,
-    `small` without a whole page, `unchosen` without a page that was looked at, `budget` spent, no `room`, on a stream
-    `elsewhere`, `unreadable`. `summed`: stores whose bytes were summed when they had arrived; `unfinished` at the end;
-    `crossed` by another on another stream. Loads: `unstored` of bytes that no store left there, `early` before the
-    store was over, `compared`, with so many `compared_pages`, of these `changed`; `watched` while they were under way,
-    `past` before that, `overwritten`. `untold`: mismatches without a line.
+    `small` without a whole page, `unchosen` without a page that was looked at, `budget` spent, `crowded` out by others,
+    on a stream `elsewhere`, `unreadable`. `summed`: stores whose bytes were summed when they had arrived; `unfinished`
+    at the end; `crossed` by another on another stream.
+
+    Loads: `unstored` of bytes that no store left there, `early` before the store was over, `compared`, with so many
+    `compared_pages`, of these `changed`; `watched` while they were under way, `past` before that, `overwritten`.
+    `untold`: mismatches without a line.
 
     `closed`: it ended in order. `level`: one page in 2^level was looked at, at the end. `spent_ns` in the program's
     threads, `helper_ns` in one of kvprobe's; `lag_ns`: the longest time between two looks of that. `homes`: address,
@@ -264,7 +266,7 @@ class Witness(TypedDict, total=False):
     small: Count
     unchosen: Count
     budget: Count
-    room: Count
+    crowded: Count
     elsewhere: Count
     unreadable: Count
     summed: Count

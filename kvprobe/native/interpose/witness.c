@@ -99,7 +99,7 @@ static struct job *take(int context) {
         j->count = j->again = j->seen = j->stores = 0;
         return j;
     }
-    COUNT(room, 1);
+    COUNT(crowded, 1);
     return NULL;
 }
 

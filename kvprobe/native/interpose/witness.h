@@ -18,7 +18,7 @@
     X(small)                                                                                                           \
     X(unchosen)                                                                                                        \
     X(budget)                                                                                                          \
-    X(room)                                                                                                            \
+    X(crowded)                                                                                                         \
     X(elsewhere)                                                                                                       \
     X(unreadable)                                                                                                      \
     X(summed)                                                                                                          \

@@ -179,7 +179,7 @@ uint64_t kvp_pages_stored(const kvp_record *r, uint64_t dst, uint64_t bytes, uns
     int entered = 0, crossed = 0;
     if ((last - first) >> level > MOST_PAGES) {
         kvp_pages_coarser();
-        COUNT(room, 1);
+        COUNT(crowded, 1);
         return 0;
     }
     if (ban_count && is_banned(first, last)) {
@@ -204,7 +204,7 @@ uint64_t kvp_pages_stored(const kvp_record *r, uint64_t dst, uint64_t bytes, uns
     if (!number)
         COUNT(unchosen, 1);
     else if (!entered && !crossed)
-        COUNT(room, 1);
+        COUNT(crowded, 1);
     return entered ? number : 0;
 }
 
