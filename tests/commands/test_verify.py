@@ -6,9 +6,11 @@ import json
 import subprocess
 from pathlib import Path
 
+import jsonschema
 import pytest
 
 from kvprobe.native import build
+from kvprobe.output import schema_of
 
 from .watched import COPIES, KVPROBE, clean_environment
 
@@ -57,6 +59,7 @@ def test_json_is_alone_on_stdout_and_the_exit_code_is_the_commands(program: Path
     done = verify("-o", tmp_path / "run", "--budget", "100", "--json", "--", "sh", "-c", script)
     assert done.returncode == 7
     said = json.loads(done.stdout)
+    jsonschema.Draft202012Validator(schema_of("verify")).validate(said)
     assert (said["exit_code"], said["verdict"], said["changed"], said["compared"]) == (7, "mismatch", 2, 14)
     seeded = [int(line) for line in done.stderr.splitlines() if line.isdigit()]
     assert [one["address"] for one in said["mismatches"]] == seeded

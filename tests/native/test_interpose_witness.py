@@ -82,6 +82,12 @@ def test_thousands_of_copies_beside_rewritten_inputs_and_reads_of_files_give_no_
     assert found.verdict == "equal"
 
 
+def test_a_source_that_the_call_itself_reads_may_be_rewritten_at_once(watched) -> None:
+    seeded, found = watched("taken", 8, 1)
+    assert len(seeded) == 1 and not found.mismatches
+    assert found.counts["compared"] == 1 and found.counts["overwritten"] == 0
+
+
 def test_a_block_that_another_store_or_a_free_came_between_is_not_compared_with_what_it_held(watched) -> None:
     _, crossing = watched("crossing")
     assert not crossing.mismatches and crossing.counts["compared"] >= BLOCKS * ROUNDS // 2

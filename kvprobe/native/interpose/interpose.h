@@ -204,6 +204,7 @@ struct kvp_pieces { /* of a batch, or of a copy by itself */
     void *const *dsts, *const *srcs;
     const size_t *sizes;
     size_t count;
+    int taken; /* 1: sources may be rewritten once the call has returned (cudaMemcpySrcAccessOrderDuringApiCall) */
 };
 void kvp_witness_start(const char *folder);
 void kvp_witness_stop(void);

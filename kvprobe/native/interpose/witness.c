@@ -159,7 +159,8 @@ static int is_batch(unsigned call) {
 static struct kvp_pieces pieces_of(const kvp_record *r, const struct kvp_pieces *batch, uint64_t one[3]) {
     if (is_batch(r->call)) return *batch;
     one[0] = r->dst, one[1] = r->src, one[2] = r->bytes;
-    return (struct kvp_pieces){(void *const *)&one[0], (void *const *)&one[1], (const size_t *)&one[2], 1};
+    return (struct kvp_pieces){(void *const *)&one[0], (void *const *)&one[1], (const size_t *)&one[2], 1,
+                               r->call == KVP_CALL_cudaMemcpyWithAttributesAsync && batch->taken};
 }
 
 static void look_at_load(const kvp_record *r, uint64_t dst, uint64_t src, uint64_t bytes, int context) {
@@ -255,24 +256,24 @@ static void compare(const struct job *j) {
     kvp_witness_tells("changed", &j->copy, j->looks, j->count);
 }
 
-static void loaded(const kvp_record *r, size_t count) {
-    int known = 0;
-    COUNT(loads, count);
-    for (struct job *j = mine; j; j = j->next)
-        for (int i = 0; i < j->count; i++) known |= j->looks[i].store != 0;
-    if (r->direction >> 4 != KVP_MEM_PINNED && !known) {
-        COUNT(pageable, count);
+static void loaded(const kvp_record *r, const struct kvp_pieces *of) {
+    COUNT(loads, of->count);
+    if (r->direction >> 4 != KVP_MEM_PINNED) { /* the call itself may have read it */
+        COUNT(pageable, of->count);
         give_all(mine);
         return;
     }
-    if (!mine && atomic_load(&left_ns) <= 0) COUNT(budget, count);
+    if (!mine && atomic_load(&left_ns) <= 0) COUNT(budget, of->count);
     uint64_t now = kvp_clock();
     for (struct job *j = mine; j; j = j->next) {
         j->copy.tid = r->tid;
         j->due_ns = now;
         compare(j);
     }
-    publish(mine, r->stream);
+    if (of->taken)
+        give_all(mine);
+    else
+        publish(mine, r->stream);
 }
 
 static void stored(const kvp_record *r, const struct kvp_pieces *of) {
@@ -338,7 +339,7 @@ void kvp_witness_after(const kvp_record *r, const struct kvp_pieces *batch) {
                 if (of.sizes[i]) kvp_pages_never((uintptr_t)of.dsts[i], of.sizes[i]);
         give_all(mine);
     } else if (direction == KVP_H2D)
-        loaded(&copy, of.count);
+        loaded(&copy, &of);
     else {
         give_all(mine);
         stored(&copy, &of);

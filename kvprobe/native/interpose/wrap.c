@@ -423,9 +423,18 @@ CALL(
 #define cudaMemcpyPeerAsync_A dst, dst_device, src, src_device, bytes, stream
 CALL(cudaMemcpyPeerAsync, A_COPY, COPY_IS(31, dst, src, bytes, KVP_D2D, stream))
 
+/* Whether some attributes have the call itself read the source, which may be another's when it has returned. */
+static int takes_at_once(const void *attributes, size_t count) {
+    enum { ATTRIBUTES_BYTES = 24, DURING_CALL = 2 };
+    for (size_t i = 0; attributes && i < count; i++)
+        if (AT(int, attributes, i *ATTRIBUTES_BYTES) == DURING_CALL) return 1;
+    return 0;
+}
+
 #define cudaMemcpyWithAttributesAsync_P void *dst, const void *src, size_t bytes, void *attributes, void *stream
 #define cudaMemcpyWithAttributesAsync_A dst, src, bytes, attributes, stream
-CALL(cudaMemcpyWithAttributesAsync, A_COPY, COPY_IS(40, dst, src, bytes, KVP_DIR_UNKNOWN, stream))
+CALL(cudaMemcpyWithAttributesAsync, A_COPY, COPY_IS(40, dst, src, bytes, KVP_DIR_UNKNOWN, stream);
+     batch.taken = takes_at_once(attributes, 1))
 
 #define cudaMemcpy_P void *dst, const void *src, size_t bytes, int kind
 #define cudaMemcpy_A dst, src, bytes, kind
@@ -454,7 +463,7 @@ static void fill_batch(kvp_record *r, uint8_t call, void *const *dsts, void *con
     r->stream = stream;
     batch = (struct kvp_pieces){0};
     if (!dsts || !srcs || !sizes || !count) return;
-    batch = (struct kvp_pieces){dsts, srcs, sizes, count};
+    batch = (struct kvp_pieces){dsts, srcs, sizes, count, takes_at_once(attributes, attribute_count)};
     r->dst = WORD(dsts[0]);
     r->src = WORD(srcs[0]);
     for (size_t i = 0; i < count; i++) r->bytes += sizes[i];

@@ -7,7 +7,7 @@
  * from another place. overwritten: overwrites every seventh block while its load waits in the stream. reused: a buffer
  * of results that it rewrites and sends back. contained: stores all blocks in one copy, overwrites every seventh and
  * loads them one by one. batch: as changed, by cudaMemcpyBatchAsync. freed: as changed, but the memory is freed and
- * asked for again. Prints the address of each block that it has overwritten. */
+ * asked for again. taken: rewrites a source that the call itself reads. Prints the address of each block that it has overwritten. */
 #define _GNU_SOURCE
 #include "kvp_cuda.h"
 
@@ -113,6 +113,22 @@ static void overwritten_while_loaded(void) {
     }
 }
 
+/* A source that the call itself reads may be rewritten at once. */
+static void taken_by_the_call(void) {
+    void *dsts[1] = {device}, *srcs[1] = {host};
+    size_t sizes[1] = {bytes}, index = 0;
+    kvp_memcpy_attributes a = {.srcAccessOrder = 2, .srcLocHint = {2, 0}, .dstLocHint = {1, 0}};
+    uint64_t told[3] = {0}, first;
+    held = 1;
+    check(cudaLaunchHostFunc(stream, hold, NULL));
+    check(cudaMemcpyBatchAsync(dsts, srcs, sizes, 1, &a, &index, 1, stream));
+    overwrite(0, 4711);
+    if (witness) witness(told);
+    for (first = told[0]; witness && told[0] < first + 40; witness(told)) sched_yield();
+    held = 0;
+    check(cudaStreamSynchronize(stream));
+}
+
 static void healthy_round(size_t round, int file) {
     size_t small = 8192;
     for (size_t i = 0; i < 8; i++) { /* inputs of a step: never the target of a store */
@@ -159,13 +175,14 @@ int main(int argc, char **argv) {
                 check(cudaStreamSynchronize(stream));
             }
         if (is("overwritten")) overwritten_while_loaded();
+        if (is("taken")) taken_by_the_call();
         if (is("changed") || is("contained") || is("batch") || is("freed"))
             for (size_t i = 0; i < blocks; i += 7) overwrite(i, round + i + 77);
         if (is("crossing"))
             for (size_t i = 0; i < blocks; i += 7)
                 check(cudaMemcpyAsync(host + i * bytes, device, bytes / 2, cudaMemcpyDeviceToHost, stream));
         check(cudaStreamSynchronize(stream));
-        if (!is("overwritten")) copies(device, host, cudaMemcpyHostToDevice);
+        if (!is("overwritten") && !is("taken")) copies(device, host, cudaMemcpyHostToDevice);
         check(cudaStreamSynchronize(stream));
         settle();
     }
