@@ -24,6 +24,7 @@ COMMANDS = {
     "calibrate": "Measure the launch queue and every method of copying on this machine.",
     "bench": "Compare stream policies and copy methods on this machine.",
     "run": "Run a command and record every copy of every process it starts.",
+    "verify": "Run a command and compare the bytes that its copies load with those that they had stored.",
     "attach": "Record a process that is already running.",
     "detach": "End a recording that `kvprobe attach` began.",
     "try": "Measure which of a report's changes help a command, without editing the program.",
@@ -47,7 +48,7 @@ COMMANDS = {
 
 # How `kvprobe --help` and the documentation group them.
 GROUPS = {
-    "Record": ("run", "attach", "detach", "top", "metrics"),
+    "Record": ("run", "verify", "attach", "detach", "top", "metrics"),
     "Read": ("report", "causes", "stats", "size", "requests", "triage", "reduce", "diff", "export", "mcp"),
     "Gate": ("check", "try"),
     "Machine": ("demo", "doctor", "calibrate", "bench", "patches", "weights"),

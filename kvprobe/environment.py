@@ -237,6 +237,15 @@ CONTENTS = Variable(
     "off: the bytes of copies are not hashed, and redundant loads are recognised by their addresses alone",
     native=True,
 )
+VERIFY = Variable(
+    "KVPROBE_VERIFY",
+    0.0,
+    float,
+    "a number",
+    "share of the time, in percent, that comparing loaded bytes with stored ones may take; 0: they are not compared",
+    native=True,
+    set_by_run=True,
+)
 METRICS = Variable(
     "KVPROBE_METRICS",
     None,

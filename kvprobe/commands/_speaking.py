@@ -77,8 +77,14 @@ class Command:
                     os.kill(self.pid, found.si_signo)
 
 
-def say_outcome(folder: Path, observer: int) -> None:
-    """Waits for the observer and prints what it found, on stderr; what has been left running is not waited for."""
+def say_outcome(folder: Path, observer: int, *, findings: bool = True) -> None:
+    """Waits for the observer and prints what it found, on stderr; what has been left running is not waited for.
+
+    Args:
+        folder: of the run.
+        observer: its pid.
+        findings: False: of its lines only warnings, and where the report is.
+    """
     from kvprobe.runfolder.files import full, is_full
     from kvprobe.runfolder.folder import RunFolder
 
@@ -92,7 +98,7 @@ def say_outcome(folder: Path, observer: int) -> None:
     except KeyboardInterrupt:  # the report goes on without a listener
         pass
     said = RunFolder(folder).outcome()
-    for line in said:
+    for line in said if findings else [one for one in said if one.startswith("warning: ") or one == said[-1]]:
         click.echo(f"kvprobe: {line}", err=True)
     if said:
         return

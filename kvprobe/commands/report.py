@@ -14,6 +14,7 @@ from kvprobe.output import REPORT
 if TYPE_CHECKING:
     from kvprobe.diagnosis import Examination
     from kvprobe.diagnosis.verdict import Verdict
+    from kvprobe.recordings.model import Recording
 
 __all__ = ["command"]
 
@@ -50,7 +51,6 @@ def command(
     check_writable(output, force=force)
     refuse_input(output, inputs)
     from kvprobe.commands._reading import diagnosed_apart, plain
-    from kvprobe.diagnosis import offload_benefit
     from kvprobe.diagnosis.verdict import of_recording
     from kvprobe.recordings.merge import DIFFERENT_RUNS
     from kvprobe.reporting.account import account_lines
@@ -92,11 +92,24 @@ def command(
             for one in [one for one in findings if not one.abstains and one.lost_ns][:1]:
                 cost = f", which cost the GPU {duration(one.device_ns) if one.device_ns else 'nothing'}"
                 click.echo(plain(f"For information: {one.title}{cost if one.device_ns is not None else ''}"))
-        for benefit in offload_benefit.of_recording(recording):
-            click.echo(plain(benefit.sentence))
+        _print_beside(recording)
         click.echo(f"{path}")
     if show:
         click.launch(path.resolve().as_uri())
+
+
+def _print_beside(recording: Recording) -> None:
+    """What is no finding: what offloads brought, and whether loads brought what had been stored."""
+    from kvprobe.commands._reading import plain
+    from kvprobe.diagnosis import offload_benefit
+    from kvprobe.recordings import witnessed
+    from kvprobe.reporting.verified import sentence
+
+    for benefit in offload_benefit.of_recording(recording):
+        click.echo(plain(benefit.sentence))
+    found = witnessed.of_recording(recording)
+    if found is not None:
+        click.echo(plain(f"Bytes: {sentence(found)}"))
 
 
 def _print_undecided(verdict: Verdict, findings: Examination) -> None:

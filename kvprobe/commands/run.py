@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,7 +34,7 @@ from kvprobe.errors import KvprobeError, UsageError
 from kvprobe.runfolder import files
 from kvprobe.runfolder.secrets import redact_text
 
-__all__ = ["command"]
+__all__ = ["become", "command", "environment_of", "find_program", "preloadable", "record", "say_where"]
 
 
 class CannotRunError(KvprobeError):
@@ -113,14 +114,13 @@ def command(
     """
     if not words:
         raise UsageError("no command was given: kvprobe run [OPTIONS] -- COMMAND [ARGUMENT...]")
-    asked = words
-    program = _find_program(words[0])
+    program = find_program(words[0])
     launcher = _nsys_launcher() if nsys else []
     if report is not None and str(report) != "none":
         report = _check_report(report)
     library = interposer()
     folder = new_folder(output, "kvprobe", words[0])
-    library = _preloadable(library, folder)
+    library = preloadable(library, folder)
     options: dict[str, Any] = {
         "report": str(report) if report else "",
         "fix": fix,
@@ -136,32 +136,62 @@ def command(
         "terminal": terminal() if in_place else "",
         "killed": environment.killed(),
     }
-    if options["killed"]:
-        click.echo("kvprobe: KVPROBE=off is set: the command runs, and nothing is recorded", err=True)
-    env = _environment(folder, library, options)
+    env = environment_of(folder, library, options)
+    started = list(words)
     if launcher:
-        program, words = launcher[0], (*launcher, "-o", str(folder / "nsys"), "--", program, *words[1:])
+        program, started = launcher[0], [*launcher, "-o", str(folder / "nsys"), "--", program, *words[1:]]
 
     def begin(observer: int) -> None:
-        _exec(program, list(words), {**env, environment.OBSERVER.name: str(observer)})
+        become(program, started, {**env, environment.OBSERVER.name: str(observer)})
 
-    if sys.stderr.isatty() or not in_place:
-        click.echo(f"kvprobe: recording into {folder}", err=True)
     if in_place:
-        write_run(folder, asked, options, os.getpid())
+        say_where(folder, options, quiet=not sys.stderr.isatty())
+        write_run(folder, words, options, os.getpid())
         begin(start_observer(folder, os.getpid()))
+    say_where(folder, options)
+    return end_like(record(folder, words, options, begin))
+
+
+def say_where(folder: Path, options: dict[str, Any], *, quiet: bool = False) -> None:
+    """Says where the recording goes, and whether there will be none."""
+    if options["killed"]:
+        click.echo("kvprobe: KVPROBE=off is set: the command runs, and nothing is recorded", err=True)
+    if not quiet:
+        click.echo(f"kvprobe: recording into {folder}", err=True)
+
+
+def record(
+    folder: Path,
+    words: tuple[str, ...],
+    options: dict[str, Any],
+    begin: Callable[[int], None],
+    *,
+    findings: bool = True,
+) -> int:
+    """Runs the command as a child with an observer, and says what was found.
+
+    Args:
+        folder: of the run.
+        words: the command, for run.json.
+        options: for run.json.
+        begin: gets the observer's pid in the child, and becomes the command.
+        findings: whether the terminal is told of those.
+
+    Returns:
+        The command's exit code, or -N for signal N.
+    """
     sys.stdout.flush()
     child = Command(begin)
-    write_run(folder, asked, options, child.pid)
+    write_run(folder, words, options, child.pid)
     observer = start_observer(folder, child.pid)
     child.go(observer)
     code = child.wait()
     if not options["killed"]:
-        say_outcome(folder, observer)
-    return end_like(code)
+        say_outcome(folder, observer, findings=findings)
+    return code
 
 
-def _environment(folder: Path, library: Path, options: dict[str, Any]) -> dict[str, str]:
+def environment_of(folder: Path, library: Path, options: dict[str, Any]) -> dict[str, str]:
     """The command's environment: this one, and what has every process that it starts recorded."""
     env = dict(os.environ)
     return env | {
@@ -178,7 +208,12 @@ def _environment(folder: Path, library: Path, options: dict[str, Any]) -> dict[s
     }
 
 
-def _find_program(word: str) -> str:
+def find_program(word: str) -> str:
+    """The absolute path of a command.
+
+    Raises:
+        CannotRunError: there is none, or it may not be executed.
+    """
     found = shutil.which(word)
     if found:
         return str(Path(found).absolute())
@@ -200,8 +235,12 @@ def _check_report(report: Path) -> Path:
     return report
 
 
-def _preloadable(library: Path, folder: Path) -> Path:
-    """LD_PRELOAD splits at spaces and colons: a path with one is reached through a copy."""
+def preloadable(library: Path, folder: Path) -> Path:
+    """LD_PRELOAD splits at spaces and colons: a path with one is reached through a copy.
+
+    Raises:
+        UsageError: the folder's path has one, too.
+    """
     if not re.search(r"[\s:]", str(library)):
         return library
     if re.search(r"[\s:]", str(folder)):
@@ -262,7 +301,12 @@ def _nsys_launcher() -> list[str]:
     ]
 
 
-def _exec(program: str, arguments: list[str], env: dict[str, str]) -> NoReturn:
+def become(program: str, arguments: list[str], env: dict[str, str]) -> NoReturn:
+    """This process is the command from here on.
+
+    Raises:
+        CannotRunError: it cannot be executed.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them; the command must find them as a shell leaves them

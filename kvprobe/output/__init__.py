@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvprobe.output import machine, recorded, requests
+from kvprobe.output import machine, recorded, requests, verify
 from kvprobe.output.document import SCHEMA_VERSION, VERSION_KEY, Document
 
 __all__ = ["DOCUMENTS", "SCHEMA_VERSION", "VERSION_KEY", "Document", "schema", "schema_of"]
@@ -21,6 +21,7 @@ CHECK = Document("check", recorded.CheckJson)
 SIZE = Document("size", recorded.SizeJson)
 REQUESTS = Document("requests", requests.RequestsCommandJson)
 TRY = Document("try", recorded.TryJson)
+VERIFY = Document("verify", verify.VerifyCommandJson)
 DESCRIBED = Document("causes", recorded.CausesJson)
 ANSWER = Document("mcp", recorded.AnswerJson)
 TOP = Document("top", machine.TopJson, indent=1)
@@ -45,6 +46,7 @@ DOCUMENTS: dict[str, Document[Any]] = {
         SIZE,
         REQUESTS,
         TRY,
+        VERIFY,
         DESCRIBED,
         ANSWER,
         TOP,

@@ -63,6 +63,7 @@ from kvprobe.recordings.run_processes import (
     shifts_of,
 )
 from kvprobe.recordings.run_tiers import tiers
+from kvprobe.recordings.run_witness import witness
 from kvprobe.recordings.steps import steps
 from kvprobe.recordings.submitters import Submitters
 from kvprobe.recordings.vocabulary import Names
@@ -352,6 +353,7 @@ def _fill(
     cpu_waits(recording, processes, shifts)
     samples(recording, processes, shifts, names)
     tiers(recording, processes, shifts, names)
+    witness(recording, processes, shifts, names)
     recording.tables["processes"] = Table(
         "processes",
         {

@@ -152,6 +152,74 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "hash": "uint64",
         "blank": "uint8",  # 1: one word over and over, as in memory that nobody has filled
     },
+    # What the byte witness counted, a row a process; kvprobe/runfolder/folder.py:Witness says what each is.
+    "witness": {
+        "process": "int32",
+        "closed": "uint8",
+        "level": "int64",
+        "loads": "int64",
+        "stores": "int64",
+        "pageable": "int64",
+        "shapes": "int64",
+        "captured": "int64",
+        "small": "int64",
+        "unchosen": "int64",
+        "budget": "int64",
+        "crowded": "int64",
+        "elsewhere": "int64",
+        "unreadable": "int64",
+        "summed": "int64",
+        "unfinished": "int64",
+        "crossed": "int64",
+        "unstored": "int64",
+        "early": "int64",
+        "compared": "int64",
+        "compared_pages": "int64",
+        "changed": "int64",
+        "watched": "int64",
+        "past": "int64",
+        "overwritten": "int64",
+        "untold": "int64",
+        "spent_ns": "int64",
+        "helper_ns": "int64",
+        "lag_ns": "int64",
+    },
+    # Allocations whose bytes it compared. address 0: all that it could not tell apart.
+    "witness_homes": {
+        "process": "int32",
+        "address": "uint64",
+        "bytes": "int64",  # 0 unknown
+        "compared": "int64",  # loads
+        "changed": "int64",  # of these
+    },
+    # Loads of bytes that were others than before, as it found them.
+    "mismatches": {
+        "start_ns": "int64",  # when the store's call began; that of the load where no store is known
+        "time_ns": "int64",  # when the load's call began
+        "end_ns": "int64",  # when it was found
+        "process": "int32",
+        "thread": "int64",
+        "name": "name",  # of the load's call
+        "kind": "name",  # "changed" since the store, "overwritten" while the load was under way
+        "handle": "uint64",  # of the load's stream
+        "address": "uint64",  # of the host's side
+        "device_address": "uint64",
+        "bytes": "int64",
+        "pages": "int64",  # that were looked at
+        "changed": "int64",  # of these
+        "first": "uint64",  # address of the first that changed, and of the last
+        "last": "uint64",
+        "home": "uint64",  # the allocation; 0 unknown
+        "home_bytes": "int64",
+        "stored": "uint8",  # 1: the store is known, which these describe
+        "summed_after_ns": "int64",  # start_ns: its bytes were summed so long after
+        "store_name": "name",
+        "store_thread": "int64",
+        "store_handle": "uint64",
+        "store_address": "uint64",
+        "store_device": "uint64",
+        "store_bytes": "int64",
+    },
     # Page faults of the calling thread in calls that pinned or copied and took a millisecond; of no other calls.
     "page_faults": {
         "time_ns": "int64",  # when the call began

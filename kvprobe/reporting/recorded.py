@@ -16,7 +16,19 @@ from kvprobe.diagnosis.startup import startup
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Recording
 from kvprobe.recordings.occupancy import Occupancy, occupancy
 from kvprobe.recordings.serving import ServingWindow, serving_window
-from kvprobe.reporting import charts, descriptors, experts, headline, late, offloads, series, sized, slept, streams
+from kvprobe.reporting import (
+    charts,
+    descriptors,
+    experts,
+    headline,
+    late,
+    offloads,
+    series,
+    sized,
+    slept,
+    streams,
+    verified,
+)
 from kvprobe.reporting.account import account_section
 from kvprobe.reporting.charts import Mark, Points
 from kvprobe.reporting.headline import PageHead
@@ -194,6 +206,7 @@ def _sections(
         charts.section("server_calls", "What the server's own functions moved", _SERVED, [], [_served(recording)]),
         charts.section("llama_cpp", "llama.cpp and Ollama", _LLAMA_CPP, [], [_llama_cpp(recording)]),
         charts.section("experts", *experts.expert_section(recording, account, window)),
+        verified.section(recording),
         charts.section("offload", "Is offload helping?", offloads.LEAD, [], [offloads.benefits_table(benefits)]),
         charts.section(
             "size",

@@ -13,6 +13,8 @@
 | `steps-<pid>.jsonl`, `told-<pid>.jsonl` | steps and requests (`StepLine`) | that process, observer |
 | `steps.sock` | where other programs tell theirs: see `kvprobe/instrument/step_socket.py` | the observer |
 | `tiers-<pid>.jsonl` | a line for each place that it read or wrote files or sockets (`Place`) | interposer |
+| `verify-<pid>.json` | how many copies were compared, and why others were not (`Witness`) | interposer |
+| `mismatches-<pid>.jsonl` | a line for each load whose bytes were others than before (`Mismatch`) | interposer |
 | `queue-<pid>.json` | depth and channels as calibrated (`Queue`) | calibration |
 | `<pid>-<t>.kvp`, `engine-*.kvp` | every call: see `native/src/kvp.h` | interposer, engine |
 | `ended.pack` | such files of short processes that have ended: see `packed.py` | the observer |
@@ -232,6 +234,97 @@ class Place(TypedDict, total=False):
     here: Int
 
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Address = Count  # of user space, or a stream's handle
+
+
+class Witness(TypedDict, total=False):
+    """What the byte witness of a process did (`native/interpose/witness.c`); numbers of copies where not said.
+
+    `loads`, `stores`: seen. Not looked at: `pageable` memory, `shapes` of 2D and 3D copies, `captured` into graphs,
+    `small` without a whole page, `unchosen` without a page that was looked at, `budget` spent, `crowded` out by others,
+    on a stream `elsewhere`, `unreadable`. `summed`: stores whose bytes were summed when they had arrived; `unfinished`
+    at the end; `crossed` by another on another stream.
+
+    Loads: `unstored` of bytes that no store left there, `early` before the store was over, `compared`, with so many
+    `compared_pages`, of these `changed`; `watched` while they were under way, `past` before that, `overwritten`.
+    `untold`: mismatches without a line.
+
+    `closed`: it ended in order. `level`: one page in 2^level was looked at, at the end. `spent_ns` in the program's
+    threads, `helper_ns` in one of kvprobe's; `lag_ns`: the longest time between two looks of that. `homes`: address,
+    bytes, loads that were compared and those that had changed, of each allocation; address 0: all others.
+    """
+
+    t_ns: Int
+    closed: bool
+    level: Annotated[int, msgspec.Meta(ge=0, le=63)]
+    loads: Count
+    stores: Count
+    pageable: Count
+    shapes: Count
+    captured: Count
+    small: Count
+    unchosen: Count
+    budget: Count
+    crowded: Count
+    elsewhere: Count
+    unreadable: Count
+    summed: Count
+    unfinished: Count
+    crossed: Count
+    unstored: Count
+    early: Count
+    compared: Count
+    compared_pages: Count
+    changed: Count
+    watched: Count
+    past: Count
+    overwritten: Count
+    untold: Count
+    spent_ns: Count
+    helper_ns: Count
+    lag_ns: Count
+    homes: list[tuple[Address, Count, Count, Count]]
+
+
+class StoreOfMismatch(TypedDict):
+    """The store that filled the newest of the pages; `summed_ns`: when its bytes were summed there."""
+
+    start_ns: Int
+    summed_ns: Int
+    device: Address
+    address: Address
+    bytes: Count
+    stream: Address
+    thread: Int
+    call: Annotated[int, msgspec.Meta(ge=0, le=255)]
+
+
+class Mismatch(TypedDict, total=False):
+    """A load whose host memory `changed` since the store, or was `overwritten` while the load was under way.
+
+    `pages` were looked at, `changed` of them differ, the `first` and the `last` at these addresses. `home`: the
+    allocation.
+    """
+
+    t_ns: Int
+    kind: str
+    address: Address
+    device: Address
+    bytes: Count
+    stream: Address
+    thread: Int
+    call: Annotated[int, msgspec.Meta(ge=0, le=255)]
+    load_ns: Int
+    pages: Count
+    changed: Count
+    first: Address
+    last: Address
+    home: Address
+    home_bytes: Count
+    store: StoreOfMismatch
+
+
 Sample = dict[str, Number | str | bool | None]
 _OF_A_LINE = {
     "processes": ProcessEnd,
@@ -242,6 +335,7 @@ _OF_A_LINE = {
     "steps": StepLine,
     "told": StepLine,
     "tiers": Place,
+    "mismatches": Mismatch,
 }
 _NOT_RECORDED = re.compile(r"not-recorded-(\d+)-(\d+)")
 _STEPS = re.compile(r"(?:steps|told)-(\d{1,9})(?:-before)?\.jsonl")
@@ -398,6 +492,15 @@ class RunFolder:
     def places(self, pid: int) -> list[dict[str, Any]]:
         """Lines of tiers-<pid>.jsonl that have a time and a number."""
         return [line for line in self._lines(f"tiers-{pid}.jsonl") if "t_ns" in line and "place" in line]
+
+    def witness(self, pid: int) -> dict[str, Any]:
+        """verify-<pid>.json; empty where there is none."""
+        return self._object(f"verify-{pid}.json", Witness)
+
+    def mismatches(self, pid: int) -> list[dict[str, Any]]:
+        """Lines of mismatches-<pid>.jsonl that say what, and where."""
+        needed = {"t_ns", "kind", "address", "load_ns"}
+        return [line for line in self._lines(f"mismatches-{pid}.jsonl") if needed <= set(line)]
 
     def queue(self, pid: int) -> dict[str, Any]:
         """queue-<pid>.json; empty where there is none."""

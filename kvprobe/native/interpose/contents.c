@@ -116,8 +116,13 @@ static size_t read_some(uint64_t address, uint64_t bytes, void *into) {
     return 0;
 }
 
+int kvp_read_memory(uint64_t address, uint64_t bytes, void *into) {
+    struct iovec from = {(void *)(uintptr_t)address, bytes}, to = {into, bytes};
+    return syscall(SYS_process_vm_writev, (long)getpid(), &from, 1L, &to, 1L, 0L) == (long)bytes;
+}
+
 /* Four lanes of multiplications, so that each word does not wait for the one before. */
-static uint64_t hash_of(const uint64_t *words, size_t count) {
+uint64_t kvp_hash_words(const uint64_t *words, size_t count) {
     uint64_t lane[4] = {0x243f6a8885a308d3u, 0x13198a2e03707344u, 0xa4093822299f31d0u, 0x082efa98ec4e6c89u};
     for (size_t i = 0; i < count; i++) {
         uint64_t mixed = (lane[i & 3] ^ words[i]) * 0x9e3779b97f4a7c15u;
@@ -150,7 +155,7 @@ void kvp_contents_look(const kvp_record *r) {
         while (same < count && words[same] == words[0]) same++;
         kvp_record note = *r;
         note.call = KVP_CALL_contents;
-        note.dur_ns = hash_of(words, count);
+        note.dur_ns = kvp_hash_words(words, count);
         note.count = (uint32_t)got;
         note.result = same == count;
         kvp_ring_note(&note);

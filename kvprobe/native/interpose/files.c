@@ -51,7 +51,12 @@ uint64_t kvp_file_begins(void) {
     return now;
 }
 
+static inline void witnessed(const kvp_record *r) {
+    if (unlikely(kvp_watch.witness) && r->direction == KVP_READ) kvp_witness_reads(r);
+}
+
 __attribute__((noinline)) void kvp_file_ends_at(uint64_t began, unsigned place, kvp_record *r) {
+    witnessed(r);
     if (began == NOT_KEPT || place == NO_PLACE || !kvp_ring_is_open()) return;
     r->stream = place;
     if (!r->count) r->count = 1;
@@ -72,6 +77,7 @@ __attribute__((noinline)) void kvp_file_ends_at(uint64_t began, unsigned place, 
 }
 
 __attribute__((noinline)) void kvp_file_ends(uint64_t began, int fd, kvp_record *r) {
+    witnessed(r);
     if (began == NOT_KEPT || !kvp_ring_is_open()) return;
     if (began == COUNTED_ONLY || kvp_thread.inside) {
         kvp_file_ends_at(COUNTED_ONLY, UNTOLD_PLACE, r);

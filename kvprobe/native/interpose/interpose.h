@@ -66,7 +66,8 @@ struct watch {
     atomic_int nvtx;        /* a tool listens */
     atomic_int redirects;   /* 1 while loaded libraries hold addresses of ours */
     atomic_int attached;    /* 1: because of an attach, which can be taken back; 0 where we were there from the start */
-    atomic_int no_driver;   /* there is none to ask about a pointer */
+    atomic_short no_driver; /* there is none to ask about a pointer */
+    atomic_short witness;   /* 1: bytes that were stored are compared with those that are loaded (witness.c) */
     atomic_int gate;        /* 1: a test forbids calls */
     atomic_int cures;       /* 1: pageable copies may go another way (cures.c) */
     atomic_int recycles;    /* enum recycles: what is done about pinned memory (recycle.c) */
@@ -143,6 +144,9 @@ void kvp_fetch_ranges(void);  /* into the cache, for kvp_classify */
 void kvp_forget_ranges(void); /* memory was freed or registered */
 /* 1: an earlier copy of this thread showed that it is. No question is asked: 0 says nothing. */
 int kvp_known_pinned(uint64_t address);
+int kvp_known_pageable(uint64_t address);
+/* The allocation around an address that this thread has just classified; untouched where none is known. */
+void kvp_range_of(uint64_t address, uint64_t *base, uint64_t *bytes);
 
 /* marks.c, mark_reader.c: what the device did, by events of ours. `before`: of a call that begins now; 1: time has
  * passed. `after`: of one that has returned. */
@@ -188,6 +192,28 @@ static inline int kvp_contents_due(const kvp_record *r) {
            !((place >> 6) * 0x9e3779b97f4a7c15u >> 40 &
              atomic_load_explicit(&kvp_watch.contents_mask, memory_order_relaxed));
 }
+
+/* Copies [address, address + bytes), at most 4096 bytes, to `into`: 0 where it cannot be read, for which no signal
+ * comes.
+ */
+int kvp_read_memory(uint64_t address, uint64_t bytes, void *into);
+uint64_t kvp_hash_words(const uint64_t *words, size_t count);
+
+/* witness.c: around a copy while kvp_watch.witness is set, and what else writes to or gives back host memory. */
+struct kvp_pieces { /* of a batch, or of a copy by itself */
+    void *const *dsts, *const *srcs;
+    const size_t *sizes;
+    size_t count;
+    int taken; /* 1: sources may be rewritten once the call has returned (cudaMemcpySrcAccessOrderDuringApiCall) */
+};
+void kvp_witness_start(const char *folder);
+void kvp_witness_stop(void);
+void kvp_witness_leaves(void); /* without exit handlers */
+void kvp_witness_context_ends(void);
+void kvp_witness_before(const kvp_record *record, const struct kvp_pieces *batch);
+void kvp_witness_after(const kvp_record *record, const struct kvp_pieces *batch);
+void kvp_witness_frees(unsigned call);
+void kvp_witness_reads(const kvp_record *record); /* a file's bytes went into memory */
 
 /* gate.c: of every call while kvp_watch.gate is set */
 void kvp_gate_begin(void);

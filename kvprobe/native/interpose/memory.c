@@ -104,6 +104,21 @@ int kvp_known_pinned(uint64_t address) {
     return 0;
 }
 
+int kvp_known_pageable(uint64_t address) {
+    if (known.generation != kvp_watch.generation) return 0;
+    for (uint32_t i = 0; i < RANGES; i++)
+        if (address - known.range[i].start < known.range[i].size) return known.range[i].kind == KVP_MEM_PAGEABLE;
+    return 0;
+}
+
+void kvp_range_of(uint64_t address, uint64_t *base, uint64_t *bytes) {
+    for (uint32_t i = 0; i < RANGES; i++)
+        if (address - known.range[i].start < known.range[i].size) {
+            *base = known.range[i].start;
+            *bytes = known.range[i].size;
+        }
+}
+
 void kvp_classify(kvp_record *r) {
     int direction = r->direction & 15, memory = 0;
     if (kvp_watch.no_driver) return;

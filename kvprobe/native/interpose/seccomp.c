@@ -29,6 +29,7 @@ static void seal(void) {
     kvp_cures_stop();
     kvp_marks_stop();
     kvp_contents_stop();
+    kvp_witness_stop();
     kvp_pauses_go(0);
     if (!kvp_ring_is_open()) kvp_watch.on = 0;
     kvp_ring_seal(1);

@@ -189,11 +189,13 @@ __attribute__((constructor)) static void start(void) {
     kvp_watch.on = 1;
     kvp_marks_start();
     kvp_contents_start();
+    kvp_witness_start(run_folder);
     kvp_cures_start(run_folder);
     begin_run();
 }
 
 static void finish(void) {
+    kvp_witness_stop();
     kvp_files_stop();
     kvp_marks_stop();
     kvp_watch.on = 0;
@@ -210,6 +212,7 @@ __attribute__((destructor)) static void at_exit(void) { finish(); }
 static void (*next_exit)(int);
 
 static __attribute__((noreturn)) void leave(int status) {
+    kvp_witness_leaves();
     kvp_cures_close();
     kvp_recycle_close();
     kvp_ring_close();
@@ -280,6 +283,9 @@ int kvprobe_detach(void) {
 
 enum what { A_COPY, A_CALL, A_LAUNCH, A_EVENT, A_WAIT, A_FREE };
 
+/* The batch that this thread is about to submit. */
+static __thread struct kvp_pieces batch __attribute__((tls_model("initial-exec")));
+
 /* A process's first call, or that of a thread that has no section. */
 static __attribute__((noinline)) void begin_first(kvp_record *r) {
     if (!kvp_ring_is_open() && !open_ring()) return;
@@ -309,6 +315,11 @@ static inline __attribute__((always_inline)) void begin(kvp_record *r, enum what
     if (what == A_EVENT && kvp_watch.marks) kvp_mark_event(r->stream);
     if (what != A_EVENT && kvp_watch.marks && kvp_mark_before(r) && timed) r->start_ns = kvp_clock();
     if (what == A_COPY) kvp_fetch_ranges();
+    if (what == A_COPY && unlikely(kvp_watch.witness)) {
+        kvp_witness_before(r, &batch);
+        r->start_ns = kvp_clock();
+    }
+    if (what == A_FREE && unlikely(kvp_watch.witness)) kvp_witness_frees(r->call);
     if ((what == A_COPY || what == A_FREE) && unlikely(r->bytes >= KVP_PAGES_FROM)) kvp_pages_before(r);
     if (unlikely(kvp_watch.gate)) kvp_gate_begin();
     if (unlikely(kvp_watch.nvtx) && what != A_LAUNCH && what != A_EVENT && what != A_WAIT) kvp_nvtx_range_push(r);
@@ -337,6 +348,7 @@ static inline __attribute__((always_inline)) void end(kvp_record *r, enum what w
     if (what != A_EVENT && unlikely(kvp_thread.mark)) kvp_mark_after(r);
     if (unlikely(kvp_watch.captures) && !result) kvp_graph_holds(r);
     if (what == A_COPY && kvp_contents_due(r)) kvp_contents_look(r);
+    if (what == A_COPY && unlikely(kvp_watch.witness)) kvp_witness_after(r, &batch);
     if (unlikely(kvp_watch.gate)) kvp_gate(r);
     kvp_thread.node = 0;
     kvp_thread.inside = OUTSIDE;
@@ -411,9 +423,18 @@ CALL(
 #define cudaMemcpyPeerAsync_A dst, dst_device, src, src_device, bytes, stream
 CALL(cudaMemcpyPeerAsync, A_COPY, COPY_IS(31, dst, src, bytes, KVP_D2D, stream))
 
+/* Whether some attributes have the call itself read the source, which may be another's when it has returned. */
+static int takes_at_once(const void *attributes, size_t count) {
+    enum { ATTRIBUTES_BYTES = 24, DURING_CALL = 2 };
+    for (size_t i = 0; attributes && i < count; i++)
+        if (AT(int, attributes, i *ATTRIBUTES_BYTES) == DURING_CALL) return 1;
+    return 0;
+}
+
 #define cudaMemcpyWithAttributesAsync_P void *dst, const void *src, size_t bytes, void *attributes, void *stream
 #define cudaMemcpyWithAttributesAsync_A dst, src, bytes, attributes, stream
-CALL(cudaMemcpyWithAttributesAsync, A_COPY, COPY_IS(40, dst, src, bytes, KVP_DIR_UNKNOWN, stream))
+CALL(cudaMemcpyWithAttributesAsync, A_COPY, COPY_IS(40, dst, src, bytes, KVP_DIR_UNKNOWN, stream);
+     batch.taken = takes_at_once(attributes, 1))
 
 #define cudaMemcpy_P void *dst, const void *src, size_t bytes, int kind
 #define cudaMemcpy_A dst, src, bytes, kind
@@ -440,7 +461,9 @@ static void fill_batch(kvp_record *r, uint8_t call, void *const *dsts, void *con
     r->call = call;
     r->count = (uint32_t)count;
     r->stream = stream;
+    batch = (struct kvp_pieces){0};
     if (!dsts || !srcs || !sizes || !count) return;
+    batch = (struct kvp_pieces){dsts, srcs, sizes, count, takes_at_once(attributes, attribute_count)};
     r->dst = WORD(dsts[0]);
     r->src = WORD(srcs[0]);
     for (size_t i = 0; i < count; i++) r->bytes += sizes[i];
@@ -934,7 +957,8 @@ HOST_FUNCTION(cuLaunchHostFunc)
 /* ---- contexts that end (cures.c) -------------------------------------------------------------------------------- */
 
 #define ENDS_CONTEXT(NAME)                                                                                             \
-    UNRECORDED(NAME, (kvp_context_ends(), kvp_recycle_context_ends(), kvp_marks_context_ends()),                       \
+    UNRECORDED(NAME,                                                                                                   \
+               (kvp_context_ends(), kvp_recycle_context_ends(), kvp_marks_context_ends(), kvp_witness_context_ends()), \
                kvp_recycle_context_ended())
 #define cudaDeviceReset_P void *unused
 #define cudaDeviceReset_A unused
