@@ -81,7 +81,8 @@ enum {
     X(cudaDeviceSynchronize, 19)                                                                                       \
     X(cudaLaunchKernel, 12)                                                                                            \
     X(cudaLaunchKernelExC, 13)                                                                                         \
-    X(cudaLaunchHostFunc, 0)                                                                                           \
+    X(cudaLaunchHostFunc, 63)                                                                                          \
+    X(cudaStreamAddCallback, 71)                                                                                       \
     X(cudaGetDriverEntryPoint, 0)                                                                                      \
     X(cudaGetDriverEntryPointByVersion, 0)                                                                             \
     X(kvhostLaunchDelay, 12)                                                                                           \
