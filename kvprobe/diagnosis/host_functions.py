@@ -19,7 +19,7 @@ HELD = (
     "what ran next had been submitted, but stood in its stream behind a host function, and the GPU waits until such a "
     "function has returned"
 )
-IN_FUNCTIONS = "the GPU stood still in its stream behind a function of the host that the program put there"
+IN_FUNCTIONS = "what ran next stood in its stream behind a host function"
 OUT_OF_STREAM = (
     Change(
         "Take the host functions out of the stream that computes: record an event there instead, and let another "

@@ -83,7 +83,7 @@ def test_a_call_that_returns_while_its_stream_still_stands_waited_for_something_
     assert long.sum() == 3
     calls["end_ns"][long] -= took[long] // 2
     found, verdict = judged(recording)
-    assert verdict.state == "found" and "behind a function of the host" in verdict.reason
+    assert verdict.state == "found" and "behind a host function" in verdict.reason
     assert "fence_before_copies" not in {one.cause for one in found if not one.abstains}
     recording.names = [name.replace("LaunchHostFunc", "ThreadExchangeStreamCaptureMode") for name in recording.names]
     found, verdict = judged(recording)
