@@ -42,6 +42,9 @@ class GpuAccount:
         kernels: how many of them compute.
         links: the rates that its copies are compared with, to the GPU and from it; 0 where it made none.
         link_busy_ns: how long copies ran in the window, to the GPU and from it.
+        behind: where operations began that stood behind a host function in their stream, ascending, and the row of the
+            call that put it there (`host_functions.UNNAMED` where that was not kept). An idle stretch in front of one
+            is nobody's doing (`Stretches.caller`), and in the line of other code.
     """
 
     device: int
@@ -55,6 +58,7 @@ class GpuAccount:
     kernels: int
     links: tuple[LinkRate, LinkRate] = (LinkRate(), LinkRate())
     link_busy_ns: tuple[int, int] = (0, 0)
+    behind: tuple[Array, Array] = field(default_factory=lambda: (np.zeros(0, np.int64), np.zeros(0, np.int64)))
 
     @property
     def window_ns(self) -> int:
@@ -89,6 +93,13 @@ class GpuAccount:
     def asked_ns(self) -> int:
         """The window without the time in which nobody asked for anything, or nothing shows whether anybody did."""
         return self.window_ns - self.ns(Line.NOTHING_TO_DO) - self.open_ns
+
+    @property
+    def held_by_functions(self) -> Array:
+        """Mask over stretches: nothing ran, because a host function stood in front of what had been submitted."""
+        cut = self.stretches
+        mask: Array = (cut.line == Line.ELSEWHERE) & (cut.caller == NOBODY)
+        return mask
 
     @property
     def open_ns(self) -> int:
@@ -238,7 +249,7 @@ class Account:
         lines: Sequence[Line],
         *,
         becomes: Line | None = None,
-        caller: int = -1,
+        caller: int | None = None,
         most_ns: int | Callable[[GpuAccount], int] | None = None,
     ) -> dict[int, int]:
         """Gives a cause what is not claimed yet of these lines in the intervals from `start` to `end`, in ns.
@@ -252,7 +263,7 @@ class Account:
             end: where they end, ns.
             lines: of these lines only.
             becomes: the line that the claimed time moves to, where the cause proves another than was assumed.
-            caller: of this thread's doing only; -1: whoever's.
+            caller: of this thread's doing only, or NOBODY's; None: whoever's.
             most_ns: no more than this of each GPU; the earliest of it.
 
         Returns:
@@ -272,7 +283,7 @@ class Account:
             mine = inside & (cut.cause == NOBODY) & np.isin(cut.line, np.array(lines, dtype=np.uint8))
             stood = whole[np.searchsorted(edges, cut.start, "right") - 1] >= BEGINS_NS
             mine &= (cut.line != Line.NOT_KNOWN) | (cut.detail == Unknown.BETWEEN_OPERATIONS) & stood
-            if caller >= 0:
+            if caller is not None:
                 mine &= cut.caller == caller
             ns = int(cut.ns[mine].sum())
             most = ns if most_ns is None else most_ns if isinstance(most_ns, int) else most_ns(gpu)
@@ -339,9 +350,15 @@ def account_of(joined: Joined) -> Account:
                 int((inside & ~gpu.copying & ~gpu.unclear).sum()),
                 links_of(joined, gpu),
                 _link_busy(gpu, begin, max(serving.end_ns, begin)),
+                _behind(gpu),
             )
         )
     return Account(gpus, _threads(joined, threads, gpus))
+
+
+def _behind(gpu: Activity) -> tuple[Array, Array]:
+    rows = np.flatnonzero(gpu.behind != NOBODY)
+    return gpu.start[rows], gpu.behind[rows]
 
 
 def _link_busy(gpu: Activity, begin: int, end: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvprobe.account.host_functions import of_executions, of_spans
 from kvprobe.account.stretches import NOBODY
 from kvprobe.recordings.assemble import is_kind
 from kvprobe.recordings.intervals import distinct, union
@@ -40,6 +41,8 @@ class Activity:
         bytes, direction: of each operation.
         caller: who submitted each, as `Joined.caller`; NOBODY where that is not known.
         entered, returned: when the call that submitted it was entered and had returned, ns.
+        behind: the call that put a host function into its stream, between it and what stood before it there; a row of
+            the calls, NOBODY where there is none, UNNAMED where the call was not kept.
         seen_from, seen_to: disjoint, ascending intervals in which all of its operations are known; None: at all times.
     """
 
@@ -54,6 +57,7 @@ class Activity:
     caller: Array = field(default_factory=_nothing)
     entered: Array = field(default_factory=_nothing)
     returned: Array = field(default_factory=_nothing)
+    behind: Array = field(default_factory=_nothing)
     seen_from: Array | None = None
     seen_to: Array | None = None
 
@@ -117,6 +121,7 @@ def _of_executions(joined: Joined) -> Iterator[Activity]:
             _where(call, joined.caller, NOBODY),
             _where(call, joined.start, begun),
             _where(call, joined.end, begun),
+            of_executions(joined, rows),
         )
 
 
@@ -152,6 +157,7 @@ def _of_spans(joined: Joined) -> Iterator[Activity]:
             caller[rows],
             entered[rows],
             returned[rows],
+            of_spans(joined, rows),
             seen_from,
             seen_to,
         )

@@ -147,11 +147,14 @@ def _of_idleness(gpu: Activity, threads: Threads, edges: Array, what: Array) -> 
     host = np.clip(returned, start, end)  # until then the host had its part in it
     begun = np.where(host > start, np.minimum(host + BEGINS_NS, end), start)
     begun[~known] = host[~known] = end[~known]
+    behind = _behind(gpu, following, known & (caller >= 0) & (end > host))
+    begun[behind] = end[behind]
     nobody = caller < 0
     parts = [_same(start[nobody], end[nobody], Line.NOT_KNOWN, Unknown.NO_CALL)]
     waiting = ~nobody & (end > begun)
     parts.append(_same(begun[waiting], end[waiting], Line.NOT_KNOWN, Unknown.BETWEEN_OPERATIONS))
-    begins = ~nobody & (begun > host)
+    parts.append(_by(host[behind], end[behind], Line.ELSEWHERE, np.full(int(behind.sum()), NOBODY)))
+    begins = ~nobody & ~behind & (begun > host)
     parts.append(_by(host[begins], begun[begins], Line.SUBMITTING, caller[begins]))
     for one in np.unique(caller[~nobody]).tolist():
         mine = (caller == one) & (host > start)
@@ -164,6 +167,15 @@ def _of_idleness(gpu: Activity, threads: Threads, edges: Array, what: Array) -> 
         for reason in OPEN:
             parts.append(_same(piece[why == reason], stop[why == reason], Line.NOT_KNOWN, reason))
     return tuple(np.concatenate(column) for column in zip(*parts, strict=True))
+
+
+def _behind(gpu: Activity, following: Array, known: Array) -> Array:
+    """Mask over idle stretches: a host function stood in front of the operation `following` each, where it is known."""
+    if not len(gpu.behind):
+        return np.zeros(len(known), dtype=bool)
+    behind: Array = known.copy()
+    behind[known] = gpu.behind[following[known]] != NOBODY
+    return behind
 
 
 def _by(start: Array, end: Array, line: Array | Line, caller: Array) -> tuple[Array, ...]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvprobe.account import COPIES, HOST, OUTSIDE_CALLS, Account, GpuAccount, Line
 from kvprobe.account.chain import saved_by_host
+from kvprobe.account.stretches import NOBODY
 from kvprobe.diagnosis.cause import load_cause
 from kvprobe.recordings.intervals import distinct, group_starts
 from kvprobe.recordings.model import Array
@@ -82,8 +83,9 @@ class Explainer:
             if not waits:
                 most = self._movable if fills else None
                 got.append(account.claim(cause, start[rows], end[rows], COPIES, caller=one, most_ns=most))
-            if fills:  # what filled the queue had been submitted, and stood still
-                got.append(account.claim(cause, start[rows], end[rows], (Line.NOT_KNOWN,), becomes=Line.FULL_QUEUE))
+            if fills:  # what filled the queue had been submitted, and stood still, whatever it stood behind
+                stood = (Line.NOT_KNOWN, Line.ELSEWHERE)
+                got.append(account.claim(cause, start[rows], end[rows], stood, becomes=proves, caller=NOBODY))
             for part in got:
                 for gpu, more in part.items():
                     claimed[gpu] = claimed.get(gpu, 0) + more

@@ -6,6 +6,12 @@ did until then.
 Signature: this cause has no signature of its own. The lines "waiting for the host" of the report say for how long the
 GPU ran nothing, and what its thread did. This cause gets the part of these lines that no other cause explains.
 
+A program can put a function of the host into a stream: `cudaLaunchHostFunc`, `cudaStreamAddCallback`. What was
+submitted behind it waits until CUDA has called the function and the function has returned. If the GPU runs nothing
+until then, the time is in the line "in other code", and the evidence names the call that put the function there.
+Nsight Systems and the PyTorch profiler do not record which stream a function went into. kvprobe then takes the function
+for the reason if the same thread put it there between the two operations.
+
 Before the first kernel of the window, and after the last one, nothing shows whether a model waited: weights may have
 been loaded, or the model may have ended. kvprobe does not decide about this time. Some pauses are far longer than the
 thread usually takes from the results of a step to the next submission. If the recording does not show what the thread
@@ -19,11 +25,14 @@ work.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from kvprobe.account import COPIES, HOST, OPEN, GpuAccount, Line, Unknown, Worked, covers_of
 from kvprobe.account.chain import hidden_beside_work
 from kvprobe.diagnosis.finding import MEASURED, Change, Evidence, Finding, Loss, Where, cause_of
+from kvprobe.diagnosis.host_functions import HELD, IN_FUNCTIONS, OUT_OF_STREAM, functions_of
 from kvprobe.diagnosis.joined import CRITICAL, JoinedRecording, ms, of_the_time, share
 from kvprobe.diagnosis.left import most_left
 from kvprobe.recordings.intervals import Cover
@@ -69,6 +78,30 @@ CURES: dict[Line, Change] = {
     Line.ELSEWHERE: Change("Do the thread's other work while the GPU runs the step before", share=1.0),
 }
 BESIDE = (Line.PYTHON, Line.TIER, Line.ELSEWHERE)  # their changes move work beside the GPU's, and take none away
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What the GPU waited for: a line, or host functions in its streams (`line` is None), and where that is."""
+
+    ns: int
+    line: Line | None
+    mine: Array
+
+    @property
+    def said(self) -> str:
+        """Of the time in which nothing ran, in a sentence."""
+        return HELD if self.line is None else f"the thread that submitted what ran next {DID[self.line]}"
+
+    @property
+    def title(self) -> str:
+        """The same in a title."""
+        return IN_FUNCTIONS if self.line is None else f"the thread {DID[self.line]}"
+
+    @property
+    def cure(self) -> tuple[Change, ...]:
+        """What to change."""
+        return OUT_OF_STREAM if self.line is None else (CURES[self.line],)
 
 
 def find(joined: JoinedRecording) -> Finding | None:
@@ -119,21 +152,24 @@ def _left(joined: JoinedRecording) -> Finding | None:
         return None
     cut = gpu.stretches
     lost = int(cut.ns[mine].sum())
-    by_line = {line: int(cut.ns[mine & (cut.line == line)].sum()) for line in HOST}
-    lines = sorted((line for line in HOST if by_line[line]), key=lambda line: -by_line[line])
-    first = lines[0]
+    held = mine & gpu.held_by_functions
+    parts = [_Part(int(cut.ns[one].sum()), line, one) for line in HOST for one in [mine & ~held & (cut.line == line)]]
+    parts = sorted([_Part(int(cut.ns[held].sum()), None, held), *parts], key=lambda part: -part.ns)
+    parts = [part for part in parts if part.ns]
+    first = parts[0]
     evidence = [
         Evidence(
-            f"for {ms(by_line[line])}, {share(by_line[line], gpu.window_ns)} of the serving window, nothing ran: the "
-            f"submitting thread {DID[line]}",
-            by_line[line],
+            f"for {ms(part.ns)}, {share(part.ns, gpu.window_ns)} of the serving window, nothing ran: {part.said}",
+            part.ns,
             "ns",
             MEASURED,
         )
-        for line in lines
-        if 100 * by_line[line] >= gpu.window_ns or line == first
+        for part in parts
+        if 100 * part.ns >= gpu.window_ns or part is first
     ]
-    evidence += _who_worked(joined, gpu, mine & np.isin(cut.line, (Line.PYTHON, Line.ELSEWHERE)))
+    functions = functions_of(joined, gpu, held)
+    evidence[1:1] = functions.evidence
+    evidence += _who_worked(joined, gpu, mine & ~held & np.isin(cut.line, (Line.PYTHON, Line.ELSEWHERE)))
     start, end = cut.start[mine], cut.end[mine]
     loss = Loss(
         lost,
@@ -141,24 +177,25 @@ def _left(joined: JoinedRecording) -> Finding | None:
         on="device",
         window=(int(start.min()), int(end.max())),
         span_ns=gpu.window_ns,
-        places=_threads(joined, gpu, mine),
+        places=tuple(sorted((*functions.places, *_threads(joined, gpu, mine)), key=lambda one: -one.lost_ns)[:16]),
+        calls=functions.calls,
     )
     if lacks:
         title = f"Nothing ran for {{lost}} between copies, and {lacks}"
         return joined.line_question(CAUSE, title, gpu, loss, evidence, lacks)
-    part = "all this time" if by_line[first] == lost else f"for {ms(by_line[first])} of this wait"
-    title = f"The GPU waited {{lost}} for the host, {of_the_time(lost, gpu)}: {part}, the thread {DID[first]}"
-    cure = [_of_part(CURES[line], _saved(gpu, mine, line, by_line[line]) / lost) for line in lines[:3]]
+    part = "all this time" if first.ns == lost else f"for {ms(first.ns)} of this wait"
+    title = f"The GPU waited {{lost}} for the host, {of_the_time(lost, gpu)}: {part}, {first.title}"
+    cure = [_of_part(change, _saved(gpu, part) / lost) for part in parts[:3] for change in part.cure]
     return joined.line_finding(CAUSE, title, gpu, loss, evidence=evidence, cure=cure)
 
 
-def _saved(gpu: GpuAccount, mine: Array, line: Line, ns: int) -> int:
-    """Of a line's time, what its change saves at most, ns."""
-    if line not in BESIDE:
-        return ns
+def _saved(gpu: GpuAccount, part: _Part) -> int:
+    """Of a part's time, what its change saves at most, ns."""
+    if part.line not in BESIDE:
+        return part.ns
     cut = gpu.stretches
     works = np.isin(cut.line, np.array((Line.COMPUTING, *COPIES), dtype=np.uint8)) | (cut.detail == Unknown.GRAPH)
-    here = mine & (cut.line == line)
+    here = part.mine
     return hidden_beside_work(Cover(cut.start[works], cut.end[works]), cut.start[here], cut.end[here], cut.ns[here])
 
 

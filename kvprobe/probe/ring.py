@@ -25,12 +25,13 @@ from kvprobe.probe.ring_layout import (
     FILE,
     FIRST_ADDRESS,
     FIRST_FILE,
+    FIRST_NOTE,
     GRAPH,
     HEADER_BYTES,
     LAST_FILE,
+    LAST_NOTE,
     MAGIC,
     NO_STREAM,
-    NOTES,
     OF_EVENTS,
     PAGEABLE,
     PAGES,
@@ -233,7 +234,7 @@ class RingSnapshot:
 
 
 def _no_calls(records: Array) -> Array:
-    rows: Array = (records["call"] >= NOTES) & (records["call"] < SEVERAL)
+    rows: Array = (records["call"] >= FIRST_NOTE) & (records["call"] <= LAST_NOTE)
     return rows
 
 

@@ -17,7 +17,7 @@ CONTENTS = 68  # no call: what a copy carried
 PAGES = 69  # no call: page faults in one
 PAUSE = 70  # no call: what CPU time was used between two
 FIRST_FILE, LAST_FILE = 46, 55  # reads and writes of tiers: no CUDA calls, on no stream (kvp.h)
-NOTES = 65  # no calls from here on
+FIRST_NOTE, LAST_NOTE = 65, 70  # no calls
 SEVERAL, SEVERAL_MOST = 0x80, 64  # in a record's call: it stands for several calls, so many at most
 HEADER_BYTES = 4096
 STATES = ("starting", "running", "closed")
@@ -95,6 +95,7 @@ CALLS: dict[int, tuple[str, str]] = {
     60: ("ALLOC", "cuMemSetAccess"),
     61: ("ALLOC", "cuMemExportToShareableHandle"),
     62: ("ALLOC", "cuMemImportFromShareableHandle"),
+    63: ("EVENT", "cudaLaunchHostFunc"),
     TRANSFER: ("TRANSFER", "transfer"),
     SPAN: ("MARKS", "span"),
     COVERAGE: ("MARKS", "coverage"),
@@ -102,6 +103,9 @@ CALLS: dict[int, tuple[str, str]] = {
     CONTENTS: ("NOTE", "contents"),
     PAGES: ("NOTE", "pages"),
     PAUSE: ("NOTE", "pause"),
+    71: ("EVENT", "cudaStreamAddCallback"),
+    72: ("EVENT", "cuLaunchHostFunc"),
+    73: ("EVENT", "cuStreamAddCallback"),
 }
 
 FILE = np.dtype(

@@ -55,6 +55,7 @@ class Engine(IntEnum):
     COPY = 2
     MEMSET = 3
     WAIT = 4  # for another stream
+    FUNCTION = 5  # none of its own: it waits for a function of the host that stands in its stream
 
 
 class Label(IntEnum):

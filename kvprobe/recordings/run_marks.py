@@ -24,10 +24,11 @@ ENGINES = np.array(
         Engine.MEMSET,
         Engine.OTHER,  # a graph in one piece: what it holds is not known
         Engine.WAIT,
+        Engine.FUNCTION,
     ],
     dtype=np.uint8,
 )
-OF_A_GRAPH, OF_A_WAIT = 6, 7
+OF_A_GRAPH, WAITS = 6, (7, 8)  # from here on nothing of the stream runs
 # enum mark_reason: why spans are not complete
 REASONS = (
     "",
@@ -44,7 +45,7 @@ STOPPED = np.array([0, 1, 1, 1, 1, 0, 1, 0, 0], dtype=np.uint8)  # by reason: no
 MOST_PIECES = 256
 MOST_ROWS = 400_000
 # Between two of a run the device does nothing for so long: seen by CUPTI on an H200, of 3,800 kernels and 8,500 copies.
-GAPS_NS = np.array([0, 1_000, 1_300, 1_300, 1_300, 1_000, 0, 0], dtype=np.int64)
+GAPS_NS = np.array([0, 1_000, 1_300, 1_300, 1_300, 1_000, 0, 0, 0], dtype=np.int64)
 # A mark is reached so long after what stands in front of it: 2,000 copies with a wait each, on the same device.
 MARK_NS = 2_300
 LEAST = 0.02  # of a span without work that makes it worth while to cut the span
@@ -109,7 +110,7 @@ def _spans(records: Array, start: Array, process: Array, device: Array, stream: 
     kind = np.minimum(records["result"], len(ENGINES) - 1)
     between = np.minimum((count - 1) * GAPS_NS[kind], length // 2)
     busy = np.minimum(records["dst"].astype(np.int64), length - between)
-    waits = kind == OF_A_WAIT
+    waits = np.isin(kind, WAITS)
     fed = busy < length - between  # by the host, one by one: each was as long as the one that a mark followed
     late = np.where(fed, MARK_NS * count, MARK_NS)
     busy = np.where(waits, length, np.maximum(busy - np.minimum(late, busy * 2 // 3), 1))

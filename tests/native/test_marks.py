@@ -86,7 +86,7 @@ libc.sem_post(semaphore)
 d.synchronize()
 """
     spans = recorded(libraries, tmp_path, body, KVHOST_CLOCK="real").spans
-    stands = int(np.argmax(np.where(spans["engine"] == Engine.WAIT, spans["end_ns"] - spans["start_ns"], 0)))
+    stands = int(np.argmax(np.where(spans["engine"] == Engine.FUNCTION, spans["end_ns"] - spans["start_ns"], 0)))
     assert spans["end_ns"][stands] - spans["start_ns"][stands] >= 19_000_000
     behind = (spans["engine"] == Engine.COPY) & (spans["stream"] == spans["stream"][stands])
     behind &= spans["end_ns"] > spans["end_ns"][stands]

@@ -1,6 +1,8 @@
 /* Compute work: kernels that take a time, host functions. */
 #include "rt.h"
 
+#include <stdlib.h>
+
 typedef struct {
     unsigned x, y, z;
 } dim3;
@@ -52,6 +54,34 @@ KVP_EXPORT cudaError_t cudaLaunchHostFunc(cudaStream_t stream, void (*fn)(void *
 }
 KVP_EXPORT cudaError_t cudaLaunchHostFunc_ptsz(cudaStream_t stream, void (*fn)(void *), void *arg)
     __attribute__((alias("cudaLaunchHostFunc")));
+
+typedef struct {
+    void (*fn)(cudaStream_t, cudaError_t, void *);
+    cudaStream_t stream;
+    void *arg;
+} callback;
+
+static void call_back(void *given) {
+    callback *back = given;
+    back->fn(back->stream, cudaSuccess, back->arg);
+    free(back);
+}
+
+KVP_EXPORT cudaError_t cudaStreamAddCallback(cudaStream_t stream, void (*fn)(cudaStream_t, cudaError_t, void *),
+                                             void *arg, unsigned flags) {
+    KVH_ENTER(cudaStreamAddCallback, stream);
+    callback *back = fn && !flags ? malloc(sizeof *back) : NULL;
+    cudaError_t error = fn && !flags ? cudaErrorMemoryAllocation : cudaErrorInvalidValue;
+    if (back) {
+        *back = (callback){fn, stream, arg};
+        error = work(c, OP_HOSTFN, stream, call_back, back, 0);
+        if (error) free(back);
+    }
+    KVH_LEAVE(error);
+}
+KVP_EXPORT cudaError_t cudaStreamAddCallback_ptsz(cudaStream_t stream, void (*fn)(cudaStream_t, cudaError_t, void *),
+                                                  void *arg, unsigned flags)
+    __attribute__((alias("cudaStreamAddCallback")));
 
 cudaError_t kvhostLaunchDelay(cudaStream_t stream, uint64_t duration_ns) {
     KVH_ENTER(kvhostLaunchDelay, stream);

@@ -81,7 +81,7 @@ enum {
     X(cudaDeviceSynchronize, 19)                                                                                       \
     X(cudaLaunchKernel, 12)                                                                                            \
     X(cudaLaunchKernelExC, 13)                                                                                         \
-    X(cudaLaunchHostFunc, 0)                                                                                           \
+    X(cudaLaunchHostFunc, 63)                                                                                          \
     X(cudaGetDriverEntryPoint, 0)                                                                                      \
     X(cudaGetDriverEntryPointByVersion, 0)                                                                             \
     X(kvhostLaunchDelay, 12)                                                                                           \
@@ -125,7 +125,8 @@ enum {
     X(cudaStreamEndCapture, 0)                                                                                         \
     X(cuStreamBeginCapture_v2, 0)                                                                                      \
     X(cudaDeviceReset, 0)                                                                                              \
-    X(cuStreamEndCapture, 0)
+    X(cuStreamEndCapture, 0)                                                                                           \
+    X(cudaStreamAddCallback, 71)
 
 enum kvh_api {
 #define X(name, call) API_##name,

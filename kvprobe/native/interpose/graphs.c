@@ -45,6 +45,8 @@ static int is_captured(uint64_t stream) {
 void kvp_graph_holds(const kvp_record *r) {
     uint32_t copies = r->call <= 10 || r->call == 30 || r->call == 31 || r->call == 40 || r->call == 41;
     uint32_t kernels = r->call >= 12 && r->call <= 15, memsets = r->call == 11;
+    uint32_t functions = r->call == KVP_CALL_cudaLaunchHostFunc || r->call >= KVP_CALL_cudaStreamAddCallback;
+    if (functions) kvp_graph_holds_more();
     if (!(copies | kernels | memsets) || !is_captured(r->stream)) return;
     unsigned way = (r->direction & 15) == KVP_H2D ? 0 : (r->direction & 15) == KVP_D2H ? 1 : 2;
     pthread_mutex_lock(&lock);

@@ -87,8 +87,8 @@ static void fill(struct mark_context *c) {
 
 static void write_span(const struct mark_stream *s, const struct mark_span *span) {
     static const uint8_t direction[] = {
-        [MARK_H2D] = KVP_H2D, [MARK_D2H] = KVP_D2H, [MARK_COPY] = KVP_D2D, [MARK_WAIT] = 0};
-    int kind = span->kind, counts = kind == MARK_KERNEL || kind == MARK_GRAPH || kind == MARK_WAIT;
+        [MARK_H2D] = KVP_H2D, [MARK_D2H] = KVP_D2H, [MARK_COPY] = KVP_D2D, [MARK_FUNCTION] = 0};
+    int kind = span->kind, counts = kind == MARK_KERNEL || kind >= MARK_GRAPH;
     uint64_t lag = span->end_ns - span->entry_ns; /* a mark is not reached before it is recorded */
     kvp_record r = {.call = KVP_CALL_span,
                     .start_ns = span->start_ns,

@@ -92,7 +92,11 @@ static const struct {
                   [42] = {TAKES_LONG, 0},
                   [43] = {TAKES_LONG, 0},
                   [44] = {TAKES_LONG, 0},
-                  [45] = {TAKES_LONG, 0}};
+                  [45] = {TAKES_LONG, 0},
+                  [63] = {SUBMITS, MARK_FUNCTION},
+                  [71] = {SUBMITS, MARK_FUNCTION},
+                  [72] = {SUBMITS, MARK_FUNCTION},
+                  [73] = {SUBMITS, MARK_FUNCTION}};
 static const uint8_t of_direction[16] = {MARK_COPY, MARK_H2D, MARK_D2H, MARK_COPY, MARK_COPY};
 
 /* ---- the pool ----------------------------------------------------------------------------------------------- */
@@ -430,7 +434,7 @@ static __attribute__((noinline)) int changes(struct mark_stream *s, const kvp_re
     if (kind == MARK_GRAPH) s->graph = (uint32_t)r->src;
     put(s->count, get(s->count) + 1);
     put(s->bytes, get(s->bytes) + r->bytes);
-    if (kind == MARK_WAIT || get(s->gappy)) put(s->after, get(s->after) | 128);
+    if (kind >= MARK_WAIT || get(s->gappy)) put(s->after, get(s->after) | 128);
     kvp_mark_release(s);
     return placed;
 }

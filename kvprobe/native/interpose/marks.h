@@ -48,7 +48,17 @@ extern int kvp_marks_asked;     /* by name: then on the embedded host runtime, t
 #define MARK_LONG_NS 1000000u /* so long without one, and the helper did not: nobody saw when it ended */
 
 /* What stands in a stream since its newest mark. */
-enum mark_kind { MARK_NONE, MARK_KERNEL, MARK_H2D, MARK_D2H, MARK_COPY, MARK_MEMSET, MARK_GRAPH, MARK_WAIT };
+enum mark_kind {
+    MARK_NONE,
+    MARK_KERNEL,
+    MARK_H2D,
+    MARK_D2H,
+    MARK_COPY,
+    MARK_MEMSET,
+    MARK_GRAPH,
+    MARK_WAIT,    /* for an event */
+    MARK_FUNCTION /* for a function of the host */
+};
 
 enum mark_flags {
     MARK_UNKNOWN = 1, /* what stood before it was not followed */

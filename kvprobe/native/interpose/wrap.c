@@ -645,6 +645,22 @@ CALL(cudaEventRecordWithFlags, A_EVENT, r.call = KVP_CALL_cudaEventRecord; r.str
 #define cudaStreamWaitEvent_A stream, event, flags
 CALL(cudaStreamWaitEvent, A_WAIT, r.call = KVP_CALL_cudaStreamWaitEvent; r.stream = STREAM(stream); r.src = WORD(event))
 
+/* ---- host functions in a stream: it stands still while one runs -------------------------------------------------- */
+
+#define FUNCTION_IS(CALL_ID) r.call = (CALL_ID), r.stream = STREAM(stream), r.src = WORD(called)
+#define cudaLaunchHostFunc_P void *stream, void *called, void *data
+#define cudaLaunchHostFunc_A stream, called, data
+CALL(cudaLaunchHostFunc, A_WAIT, FUNCTION_IS(KVP_CALL_cudaLaunchHostFunc))
+#define cuLaunchHostFunc_P void *stream, void *called, void *data
+#define cuLaunchHostFunc_A stream, called, data
+CALL(cuLaunchHostFunc, A_WAIT, FUNCTION_IS(KVP_CALL_cuLaunchHostFunc))
+#define cudaStreamAddCallback_P void *stream, void *called, void *data, unsigned flags
+#define cudaStreamAddCallback_A stream, called, data, flags
+CALL(cudaStreamAddCallback, A_WAIT, FUNCTION_IS(KVP_CALL_cudaStreamAddCallback))
+#define cuStreamAddCallback_P void *stream, void *called, void *data, unsigned flags
+#define cuStreamAddCallback_A stream, called, data, flags
+CALL(cuStreamAddCallback, A_WAIT, FUNCTION_IS(KVP_CALL_cuStreamAddCallback))
+
 #define cudaStreamCreate_P void **stream
 #define cudaStreamCreate_A stream
 #define BLOCKS_UNLESS(NON_BLOCKING)                                                                                    \
@@ -918,42 +934,6 @@ INSTANTIATES(cudaGraphInstantiateWithFlags)
 #define cudaGraphInstantiateWithParams_A INSTANTIATE_A
 INSTANTIATES(cudaGraphInstantiateWithParams)
 
-/* ---- host functions in a stream: it stands still while one runs, which marks see as a wait ----------------------- */
-
-static __thread int in_host_function __attribute__((tls_model("initial-exec"))); /* the runtime's makes the driver's */
-
-static void host_function_begins(kvp_record *r) {
-    if (in_host_function++ || !recording()) return;
-    if (unlikely(kvp_watch.captures)) kvp_graph_holds_more();
-    if (!kvp_watch.marks) return;
-    kvp_thread.inside = IN_KVPROBE;
-    r->call = KVP_CALL_cudaStreamWaitEvent;
-    r->start_ns = kvp_clock();
-    kvp_mark_before(r);
-    kvp_thread.inside = OUTSIDE;
-}
-
-static void host_function_began(kvp_record *r, int result) {
-    if (--in_host_function || !r->call) return;
-    kvp_thread.inside = IN_KVPROBE;
-    r->dur_ns = kvp_clock() - r->start_ns;
-    r->result = (uint16_t)result;
-    kvp_mark_after(r);
-    kvp_thread.inside = OUTSIDE;
-}
-
-#define HOST_FUNCTION(NAME)                                                                                            \
-    UNRECORDED(NAME, kvp_record r = {.stream = STREAM(stream)};                                                        \
-               host_function_begins(&r), host_function_began(&r, result))
-#define HOST_FUNCTION_P void *stream, void *called, void *data
-#define HOST_FUNCTION_A stream, called, data
-#define cudaLaunchHostFunc_P HOST_FUNCTION_P
-#define cudaLaunchHostFunc_A HOST_FUNCTION_A
-HOST_FUNCTION(cudaLaunchHostFunc)
-#define cuLaunchHostFunc_P HOST_FUNCTION_P
-#define cuLaunchHostFunc_A HOST_FUNCTION_A
-HOST_FUNCTION(cuLaunchHostFunc)
-
 /* ---- contexts that end (cures.c) -------------------------------------------------------------------------------- */
 
 #define ENDS_CONTEXT(NAME)                                                                                             \
@@ -1029,6 +1009,7 @@ ENDS_STREAM(cuStreamDestroy)
     X(cudaGraphInstantiate, cudaGraphInstantiate, 0) \
     X(cudaGraphInstantiateWithFlags, cudaGraphInstantiateWithFlags, 0) \
     BOTH(X, cudaGraphInstantiateWithParams) BOTH(X, cudaLaunchHostFunc) BOTH(X, cuLaunchHostFunc) \
+    BOTH(X, cudaStreamAddCallback) BOTH(X, cuStreamAddCallback) \
     BOTH(X, cudaStreamBeginCapture) BOTH(X, cudaStreamBeginCaptureToGraph) BOTH(X, cudaStreamEndCapture) \
     BOTH(X, cuStreamBeginCapture_v2) BOTH(X, cuStreamBeginCaptureToGraph) BOTH(X, cuStreamEndCapture) \
     X(cudaStreamDestroy, cudaStreamDestroy, 0) X(cuStreamDestroy, cuStreamDestroy_v2, 0) \

@@ -104,13 +104,17 @@ KVP_EXPORT const char *kvp_clock_name(void); /* "tsc", "cntvct" or "clock_gettim
     X(60, ALLOC, cuMemSetAccess)                                                                                       \
     X(61, ALLOC, cuMemExportToShareableHandle)                                                                         \
     X(62, ALLOC, cuMemImportFromShareableHandle)                                                                       \
+    X(63, EVENT, cudaLaunchHostFunc)                                                                                   \
     X(64, TRANSFER, transfer) /* one engine or server transfer; src and dst hold its split, see kvp_record */          \
     X(65, MARKS, span)        /* no call: what stood in a stream between two marks (interpose/marks.h) */              \
     X(66, MARKS, coverage)    /* no call: an interval in which marks missed nothing, or something */                   \
     X(67, MARKS, graph)       /* no call: what a graph that can be launched holds */                                   \
     X(68, NOTE, contents)     /* no call: what a copy carried, see below */                                            \
     X(69, NOTE, pages)        /* no call: page faults in a call, see below */                                          \
-    X(70, NOTE, pause)        /* no call: what CPU time was used between two calls, see below */
+    X(70, NOTE, pause)        /* no call: what CPU time was used between two calls, see below */                       \
+    X(71, EVENT, cudaStreamAddCallback)                                                                                \
+    X(72, EVENT, cuLaunchHostFunc)                                                                                     \
+    X(73, EVENT, cuStreamAddCallback)
 
 enum kvp_call {
 #define X(id, kind, name) KVP_CALL_##name = id,
