@@ -127,7 +127,7 @@ def test_each_side_of_a_fork_writes_its_own_file_and_a_kill_loses_little(tmp_pat
     path = tmp_path / f"events-{child.pid}.jsonl"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and len(event_log.read_events(path) if path.exists() else []) < 3:
-        time.sleep(0.02)  # the flusher's own period is 100 ms
+        time.sleep(0.02)  # the flusher's own period is 250 ms
     child.send_signal(signal.SIGKILL)
     child.wait()
     child.stdout.close()
