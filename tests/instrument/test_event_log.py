@@ -102,6 +102,16 @@ def test_a_flush_waits_for_what_another_thread_is_making(folder):
     assert [event.get("id") for event in found] == [None, 1]
 
 
+def test_the_writer_is_woken_again_after_nothing_came_for_a_while(folder, monkeypatch):
+    monkeypatch.setattr(event_log, "_FLUSH_SECONDS", 0.001)
+    for number in range(3):
+        done = threading.Event()
+        event_log.later(done.set)
+        assert done.wait(60), number
+        while event_log._file.awake:
+            time.sleep(0.001)
+
+
 CHILD = """
 import os, sys, time
 from kvprobe.instrument import event_log
