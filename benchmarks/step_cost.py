@@ -4,7 +4,7 @@
     python benchmarks/step_cost.py sglang [--requests 64] [--tokens 128]
     python benchmarks/step_cost.py lmcache [--requests 64] [--mode engine_driven]    # the separate lmcache server
 
-Every eight steps the adapters go in or out. Their hooks stand around a few functions of the scheduler. Measured is the
+Every 16 steps the adapters go in or out. Their hooks stand around a few functions of the scheduler. Measured is the
 CPU time of the server's threads in these, less that in the server's own code below the hooks, so that neither the model
 nor other programs count; and the CPU time of kvprobe's own thread, which makes the lines. LMCache computes nothing: a
 step of it is the store, or the look-up and the load, of one request's blocks, as its client asks for them. Printed:
@@ -89,7 +89,7 @@ class Watch:
         return timed
 
     def stepped(self):
-        """A step has ended: its figures; and behind every eighth the adapter goes in or out."""
+        """A step has ended: its figures; and behind every sixteenth the adapter goes in or out."""
         from kvprobe import instrument
         from kvprobe.instrument import event_log
 
