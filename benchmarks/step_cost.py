@@ -4,7 +4,7 @@
     python benchmarks/step_cost.py sglang [--requests 64] [--tokens 128]
     python benchmarks/step_cost.py lmcache [--requests 64] [--mode engine_driven]    # the separate lmcache server
 
-Every eight steps the adapters go in or out. Their hooks stand around a few functions of the scheduler. Measured is the
+Every 16 steps the adapters go in or out. Their hooks stand around a few functions of the scheduler. Measured is the
 CPU time of the server's threads in these, less that in the server's own code below the hooks, so that neither the model
 nor other programs count; and the CPU time of kvprobe's own thread, which makes the lines. LMCache computes nothing: a
 step of it is the store, or the look-up and the load, of one request's blocks, as its client asks for them. Printed:
@@ -30,7 +30,8 @@ from statistics import median, quantiles
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "servers"))
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-TURN = 8  # steps
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a step of so small a model waits for its threads, and not for work
+TURN = 16  # steps
 PROMPT = 16  # tokens
 FOLDER = "KVPROBE_BENCHMARK_FOLDER"  # what tells SGLang's scheduler, a process of its own, where to leave its figures
 
@@ -88,7 +89,7 @@ class Watch:
         return timed
 
     def stepped(self):
-        """A step has ended: its figures; and behind every eighth the adapter goes in or out."""
+        """A step has ended: its figures; and behind every sixteenth the adapter goes in or out."""
         from kvprobe import instrument
         from kvprobe.instrument import event_log
 
@@ -98,9 +99,11 @@ class Watch:
             self.wall[self.within].append(now - self.ended)
         self.number += 1
         if self.number % TURN == 0:
-            event_log.flush()
+            begin = time.thread_time_ns()
+            event_log.flush()  # what kvprobe's own thread would have done
+            flushed = time.thread_time_ns() - begin
             if self.within:
-                self.own.append((writer_ns() - self.began) / TURN)
+                self.own.append((writer_ns() - self.began + flushed) / TURN)
             (instrument.uninstall if self.within else instrument.install)(self.server)
             self.within = not self.within
             self.began = writer_ns()

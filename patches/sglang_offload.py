@@ -88,7 +88,7 @@ class Offload(Adapter):
             patcher.wrap(module.PrefillAdder, "add_one_req", self.admitted)
         elif module.__name__ == _SCHEDULER:
             patcher.wrap(module.Scheduler, "run_batch", self.launched)
-            patcher.wrap(module.Scheduler, "process_batch_result", self.finished)
+            patcher.watch(module.Scheduler, "process_batch_result", self.finished)
         elif module.__name__ == _HYBRID:  # its own, beside the base class's
             patcher.wrap(module.HybridCacheController, "write", self.written)
             patcher.wrap(module.HybridCacheController, "load", self.loaded)
@@ -178,11 +178,13 @@ class Offload(Adapter):
         self._steps.append((result, began_ns, tokens, load))
         return result
 
-    def finished(self, call: Call, scheduler: Any, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around `process_batch_result`, which waits for the step's end."""
-        done = call()
-        account, ended_ns = self._account, time.monotonic_ns()
-        while account is not None and self._steps:
+    def finished(self, _: int, done: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Behind `process_batch_result`, which waits for the step's end."""
+        account = self._account
+        if account is None:
+            return
+        ended_ns, result = time.monotonic_ns(), args[2] if len(args) > 2 else kwargs["result"]
+        while self._steps:
             known, began_ns, tokens, load = self._steps.popleft()
             if known is not result:
                 continue  # its result was never looked at
@@ -197,7 +199,6 @@ class Offload(Adapter):
                 account.waited(max(0, round(whole_ns - own * each)))
             break
         self._ended_ns = ended_ns
-        return done
 
 
 def _on_gpu(req: Any) -> int:

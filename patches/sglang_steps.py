@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from operator import sub
 from types import ModuleType
 from typing import Any
 
@@ -40,7 +41,10 @@ class Steps(Adapter):
     def __init__(self) -> None:
         super().__init__()
         self._tells: bool | None = None  # whether this rank does; None: not asked yet
-        self._held: dict[str, int] = {}  # request -> the tokens it has; of kvprobe's own thread alone
+        self._names: list[str] = []  # of the requests of the step before: mostly the same ones
+        # of kvprobe's own thread alone
+        self._held: dict[str, int] = {}  # request -> the tokens it had before the steps of `_same`
+        self._same: tuple[list[str], list[int]] = [], []  # requests, their tokens: mostly as in this step
 
     def patch(self, patcher: Patcher, module: ModuleType) -> None:
         """Wrap the scheduler."""
@@ -68,17 +72,21 @@ class Steps(Adapter):
     def stepped(self, began_ns: int, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Behind `process_batch_result`, which waits for the step's end and gives its tokens to the requests."""
         batch = args[1] if len(args) > 1 else kwargs["batch"]
-        mode, requests = batch.forward_mode.name, batch.reqs[:]
+        mode, requests = batch.forward_mode.name, batch.reqs
         if mode == "IDLE" or not requests or not self.tells(args[0]) or not step_log.wanted_at(began_ns):
             return
+        names = [one.rid for one in requests]
+        if names != self._names:
+            self._names = names
         tokens = [len(one.output_ids) for one in requests]
+        over = [one.rid for one in requests if one.finished_reason is not None]
         ended_ns = time.monotonic_ns()
         stamp_ns = _stamp_ns(requests[-1].time_stats)
         if began_ns <= stamp_ns <= ended_ns:
             ended_ns = stamp_ns
         launched_ns = began_ns if batch.launch_ts is None else int(batch.launch_ts * 1e9)
         told = batch.forward_iter, mode, None if mode == "DECODE" else batch.extend_lens, threading.get_native_id()
-        event_log.later(self._tell, (launched_ns, ended_ns), told, requests, tokens)
+        event_log.later(self._tell, (launched_ns, ended_ns), told, self._names, tokens, over)
 
     # ---- on kvprobe's own thread --------------------------------------------------------------------------------
 
@@ -86,24 +94,36 @@ class Steps(Adapter):
         self,
         times_ns: tuple[int, int],
         told: tuple[int | None, str, list[int] | None, int],
-        requests: list[Any],
+        names: list[str],
         tokens: list[int],
+        over: list[str],
     ) -> None:
         number, mode, computed, thread = told
-        names, held = tuple(one.rid for one in requests), self._held
+        held, (same, before) = self._held, self._same
+        if names is same:
+            emitted = [*map(sub, tokens, before)]
+        else:
+            if len(held) > _MOST_HELD:
+                held.clear()
+            held.update(zip(same, before, strict=True))
+            emitted = [*map(_emitted, map(held.get, names), tokens)]
         if mode != _PREBUILT:
-            emitted = [_emitted(held.get(name), now) for name, now in zip(names, tokens, strict=True)]
-            each = [1] * len(names) if computed is None else computed
+            each = 1 if computed is None else computed
             phase = _PHASES.get(mode, "unknown")
             step_log.write_step(times_ns, number, phase, names, emitted, each, ("sglang", thread))
-        if len(held) > _MOST_HELD:
-            held.clear()
-        for one, now in zip(requests, tokens, strict=True):
-            if not _over(one, now):
-                held[one.rid] = now
-            elif held.get(one.rid) != _OVER:
-                held[one.rid] = _OVER
-                step_log.write_time(one.rid, "ended", times_ns[1])
+        self._same = names, tokens
+        if over:
+            self._end(over, times_ns[1])
+
+    def _end(self, over: list[str], at_ns: int) -> None:
+        """Of those that this step ended, or an earlier one: they may be in one that was launched meanwhile."""
+        held = self._held
+        ended = [one for one in over if held.get(one) != _OVER]
+        held.update(zip(*self._same, strict=True))
+        held.update(dict.fromkeys(over, _OVER))
+        self._same = [], []
+        for one in ended:
+            step_log.write_time(one, "ended", at_ns)
 
 
 def _emitted(before: int | None, now: int) -> int:
@@ -111,11 +131,6 @@ def _emitted(before: int | None, now: int) -> int:
     if before is None:
         return min(now, 1)
     return 0 if before == _OVER else now - before  # one ends while the next step is launched already, and is in it
-
-
-def _over(request: Any, tokens: int) -> bool:
-    """Whether it has ended, and had not got more tokens by then: else a later step ends it."""
-    return request.finished_reason is not None and len(request.output_ids) == tokens
 
 
 def _trace(times: Any) -> str:

@@ -73,8 +73,8 @@ class Offload(Adapter):
         if module.__name__ == _FACTORY:
             patcher.wrap(module.KVConnectorFactory, "create_connector", self.around_create(patcher))
         elif module.__name__ == _SCHEDULER:
-            patcher.wrap(module.Scheduler, "schedule", self.scheduled)
-            patcher.wrap(module.Scheduler, "update_from_output", self.stepped)
+            patcher.watch(module.Scheduler, "schedule", self.scheduled)
+            patcher.watch(module.Scheduler, "update_from_output", self.stepped)
         elif module.__name__ == _WORKER and hasattr(module.OffloadingConnectorWorker, "start_kv_transfers"):
             patcher.wrap(module.OffloadingConnectorWorker, "start_kv_transfers", self.started)
         elif module.__name__ in _MANAGERS:
@@ -144,14 +144,12 @@ class Offload(Adapter):
                     step_log.told((began_ns, time.monotonic_ns()), None, "load", (request,), 0, server="vllm")
         return result
 
-    def scheduled(self, call: Call, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around `schedule`: a step begins."""
-        output = call()
+    def scheduled(self, _: int, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Behind `schedule`: a step begins."""
         if self.account is not None:
             if len(self._began) > 64:  # steps that were never answered
                 self._began.clear()
             self._began[id(output)] = time.monotonic_ns()
-        return output
 
     def started(self, call: Call, worker: Any, metadata: Any, *args: Any, **kwargs: Any) -> Any:
         """Around `start_kv_transfers`: a step makes loads of its own there, and waits for them before its forward."""
@@ -165,19 +163,20 @@ class Offload(Adapter):
         account.waited(time.monotonic_ns() - start_ns)
         return result
 
-    def stepped(self, call: Call, scheduler: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Around `update_from_output`: a step has ended; several may be under way at a time.
+    def stepped(self, now_ns: int, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Behind `update_from_output`: when that began, a step had ended; several may be under way at a time.
 
         One that waited for loads of its own does not tell what prefill costs.
         """
-        now_ns = time.monotonic_ns()
+        if self.account is None:
+            return
+        scheduler_output = args[1] if len(args) > 1 else kwargs["scheduler_output"]
         began_ns = self._began.pop(id(scheduler_output), None)
-        if self.account is not None and began_ns is not None:
+        if began_ns is not None:
             if not getattr(scheduler_output, "has_sync_kv_loads", False):
                 tokens = scheduler_output.num_scheduled_tokens.values()
                 self.account.step(sum(n for n in tokens if n > 1), now_ns - max(began_ns, self._ended_ns))
             self._ended_ns = now_ns
-        return call()
 
     def loads(self, call: Call, manager: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
         """Around `prepare_load`: these blocks are read."""

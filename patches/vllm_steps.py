@@ -1,9 +1,9 @@
 """vLLM: the steps of its engine and the requests in each, at the times that vLLM itself has. Measured only.
 
-The engine's scheduler knows all of it. What a step consists of is read where it was scheduled, what came of it where
-its outputs were made; both are objects that vLLM makes anew for each step and leaves as they are, so that lines are
-made of them on kvprobe's own thread. A step ends at the time that vLLM stamps its outputs with, of which it makes its
-own times to first tokens and between tokens.
+The engine's scheduler knows all of it. What came of a step is read where its outputs were just made: on kvprobe's own
+thread, which makes the lines, another core would have to fetch each of them, and that takes longer than to read them
+here. A step ends at the time that vLLM stamps its outputs with, of which it makes its own times to first tokens and
+between tokens.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Steps(Adapter):
         super().__init__()
         self._number = 0
         self._began: dict[int, tuple[int, int]] = {}  # scheduler output -> the step's number, when it was begun
+        self._names: list[str] = []  # of the requests that got tokens in the step before: mostly the same ones
         self._started: set[str] = set()  # requests that have a token; of kvprobe's own thread alone
 
     def patch(self, patcher: Patcher, module: ModuleType) -> None:
@@ -72,10 +73,21 @@ class Steps(Adapter):
         """Behind `update_from_output`: a step has ended; several may be under way at a time."""
         step = args[1] if len(args) > 1 else kwargs["scheduler_output"]
         began = self._began.pop(id(step), None)
-        if began is not None:
-            of = "vllm", threading.get_native_id()
-            made = tuple(outputs.values()) if outputs else ()  # vLLM may add to the mapping
-            event_log.later(self._tell, began, time.monotonic_ns(), of, step, made)
+        if began is None:
+            return
+        end_ns, stamps_s, made = time.monotonic_ns(), [], []
+        for of_client in outputs.values() if outputs else ():
+            stamps_s.append(of_client.timestamp)
+            made += of_client.outputs
+        names = [one.request_id for one in made]
+        if names != self._names:
+            self._names = names
+        tokens = [len(one.new_token_ids) for one in made]
+        ended = [one.request_id for one in made if one.finish_reason is not None]
+        resumed = _resumed(step.scheduled_cached_reqs) or ()
+        times = *began, end_ns, stamps_s
+        told = threading.get_native_id(), step.num_scheduled_tokens, resumed  # vLLM makes these anew for each step
+        event_log.later(self._tell, times, told, self._names, tokens, ended)
 
     def finished(self, call: Call, scheduler: Any, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
         """Around `finish_requests`: they are given up."""
@@ -93,28 +105,31 @@ class Steps(Adapter):
             step_log.write_time(one, "ended", at_ns)
 
     def _tell(
-        self, began: tuple[int, int], end_ns: int, of: tuple[str, int], step: Any, outputs: tuple[Any, ...]
+        self,
+        times: tuple[int, int, int, list[float]],
+        told: tuple[int, dict[str, int], Iterable[str]],
+        emitted: list[str],
+        tokens: list[int],
+        ended: list[str],
     ) -> None:
-        number, begin_ns = began
-        emitted: dict[str, int] = {}
-        ended: list[str] = []
-        for of_client in outputs:
-            stamp_ns = int(of_client.timestamp * 1e9)
+        number, begin_ns, end_ns, stamps_s = times
+        for stamp_s in stamps_s:
+            stamp_ns = int(stamp_s * 1e9)
             if begin_ns <= stamp_ns <= end_ns:
                 end_ns = stamp_ns
-            emitted |= {one.request_id: len(one.new_token_ids) for one in of_client.outputs}
-            ended += [one.request_id for one in of_client.outputs if one.finish_reason is not None]
-        computed = step.num_scheduled_tokens
-        self._started.difference_update(_resumed(step.scheduled_cached_reqs))
-        prefills = 0 if self._started.issuperset(computed) else len(computed.keys() - self._started)
-        phase = "decode" if not prefills else "prefill" if prefills == len(computed) else "mixed"
-        names = tuple(computed)
-        tokens = [*map(emitted.get, names, repeat(0))]
-        step_log.write_step((begin_ns, end_ns), number, phase, names, tokens, tuple(computed.values()), of)
-        if len(self._started) > _MOST_STARTED:
-            self._started.clear()
+        thread, computed, resumed = told
+        names, started = tuple(computed), self._started
+        started.difference_update(resumed)
+        prefills = 0 if started.issuperset(names) else len(computed.keys() - started)
+        phase = "decode" if not prefills else "prefill" if prefills == len(names) else "mixed"
+        if len(started) > _MOST_STARTED:
+            started.clear()
         if prefills:
-            self._started.update([one for one, new in emitted.items() if new])
+            started.update([one for one, new in zip(emitted, tokens, strict=True) if new])
+        if tuple(emitted) != names:  # some got none
+            tokens = [*map(dict(zip(emitted, tokens, strict=True)).get, names, repeat(0))]
+        of = "vllm", thread
+        step_log.write_step((begin_ns, end_ns), number, phase, names, tokens, tuple(computed.values()), of)
         self._give_up(ended, end_ns)
 
 

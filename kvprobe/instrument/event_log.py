@@ -29,8 +29,8 @@ of `t_ns`. Every object has
     process began, by `reuse.sample.WORDS`), `blocks` (that the pool holds), `block_bytes` (null: unknown), `notes`: a
     list of [time in ns, id, what].
 
-States and decisions are written at once; transfers and calls at most 100 ms late, so a killed process loses at most
-that much. A last line that is cut (the process was killed while writing) is skipped by the reader.
+States and decisions are written at once; transfers and calls at most 250 ms late, as are steps, so a killed process
+loses at most that much. A last line that is cut (the process was killed while writing) is skipped by the reader.
 """
 
 from __future__ import annotations
@@ -51,14 +51,27 @@ from kvprobe.environment import DETAIL, RUN
 from kvprobe.runfolder import watched
 from kvprobe.runfolder.secrets import redact
 
-__all__ = ["Event", "emit", "flush", "has_listeners", "later", "listening", "read_events", "subscribed", "wanted"]
+__all__ = [
+    "Event",
+    "at_flush",
+    "emit",
+    "flush",
+    "has_listeners",
+    "later",
+    "listening",
+    "read_events",
+    "subscribed",
+    "wanted",
+]
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]
 
 log = logging.getLogger("kvprobe")
 
-_FLUSH_SECONDS = 0.1
+_FLUSH_SECONDS = 0.25
+_LOOKS = 8  # at nothing, before the flusher must be woken: that costs the server's thread
+_HOLD_NS = 100_000  # of the GIL: to let go of it takes 10 µs where another thread waits
 _MAX_LATER = 100_000  # a process whose writer starves loses events instead of memory
 _TOTALS_BYTES = 8 << 20  # of a run that keeps totals only: it may last for months
 _AT_ONCE = frozenset({"state", "decision"})
@@ -100,7 +113,7 @@ class _File:
             self.wake_writer()
 
     def wake_writer(self) -> None:
-        """Let the flusher run within 100 ms."""
+        """Let the flusher run within 250 ms."""
         with self.lock:
             if self.flusher is None:
                 self.flusher = threading.Thread(target=self._keep_flushing, name="kvprobe-events", daemon=True)
@@ -135,6 +148,7 @@ class _File:
 
     def flush(self) -> None:
         with self.flushing:
+            since_ns = time.monotonic_ns()
             for _ in range(len(self.later)):
                 try:
                     function, arguments = self.later.popleft()
@@ -144,7 +158,11 @@ class _File:
                     function(*arguments)
                 except Exception:
                     log.debug("kvprobe: an event was lost", exc_info=True)
-                time.sleep(0)  # let go of the GIL: a server's thread may be about to submit
+                if time.monotonic_ns() - since_ns > _HOLD_NS:
+                    time.sleep(0)  # let go of the GIL: a server's thread may be about to submit
+                    since_ns = time.monotonic_ns()
+            for write in _at_flush:
+                write()
             with self.lock:
                 events, self.events = self.events, []
                 self._append(events)
@@ -152,7 +170,11 @@ class _File:
     def _keep_flushing(self) -> None:
         while True:
             self.wake.wait()
-            time.sleep(_FLUSH_SECONDS)
+            looks = 0
+            while looks < _LOOKS:
+                time.sleep(_FLUSH_SECONDS)
+                looks = 0 if self.later or self.events else looks + 1
+                self.flush()
             self.wake.clear()  # in this order: who leaves something before the next line is seen by this flush
             self.awake = False
             self.flush()
@@ -163,6 +185,7 @@ def _full_event() -> Event:
     return {"t_ns": time.monotonic_ns(), "kind": "decision", "adapter": "kvprobe", "what": "note", "why": why}
 
 
+_at_flush: list[Callable[[], None]] = []
 _file = _File()
 _listeners: list[Listener] = []  # of every kind of event
 _listeners_of: dict[str, list[Listener]] = {}  # of one kind
@@ -201,7 +224,7 @@ def has_listeners() -> bool:
 
 
 def later(function: Callable[..., None], *arguments: Any) -> None:
-    """Call `function(*arguments)` within some 100 ms on kvprobe's own thread, or in the next `flush`.
+    """Call `function(*arguments)` within some 250 ms on kvprobe's own thread, or in the next `flush`.
 
     It is for hot paths: this costs one append, making an event and its JSON some 15 µs. An exception of `function`
     is logged at debug level and dropped.
@@ -209,6 +232,11 @@ def later(function: Callable[..., None], *arguments: Any) -> None:
     _file.later.append((function, arguments))
     if not _file.awake:
         _file.wake_writer()
+
+
+def at_flush(write: Callable[[], None]) -> None:
+    """Call `write`, which must not raise, behind what was left for `later`: many lines are written in one go."""
+    _at_flush.append(write)
 
 
 def emit(kind: str, **fields: Any) -> None:

@@ -22,6 +22,7 @@ __all__ = ["MarkedStep", "mark", "mark_request", "told", "wanted", "wanted_at", 
 _lines: StepLines | None = None
 _lines_of = ""
 _ASK_AGAIN_NS = 100_000_000
+_HELD_BYTES = 65_536  # of lines: what one flush makes is written at its end
 _answer = 0, False  # of `wanted`, and until when it is good
 _lock = threading.Lock()
 
@@ -57,7 +58,7 @@ def _file() -> StepLines | None:
         if _lines is not None:
             _lines.close()
         limit = limit_of(DETAIL.value() == "totals", MAX_BYTES.value())
-        _lines, _lines_of = StepLines(folder, f"steps-{os.getpid()}", limit), folder
+        _lines, _lines_of = StepLines(folder, f"steps-{os.getpid()}", limit, _HELD_BYTES), folder
     return _lines
 
 
@@ -80,7 +81,7 @@ def write_step(
     times_ns: tuple[int, int],
     step: int | None,
     phase: str,
-    requests: tuple[Any, ...],
+    requests: Sequence[Any],
     tokens: int | Sequence[int],
     computed: int | Sequence[int] | None,
     of: tuple[str, int],
@@ -98,6 +99,15 @@ def write_time(request: Any, what: str, at_ns: int, trace: str = "") -> None:
         lines = _file()
         if lines is not None:
             lines.time(request, what, at_ns, trace)
+
+
+def _write() -> None:
+    with _lock:
+        if _lines is not None:
+            _lines.write()
+
+
+event_log.at_flush(_write)
 
 
 class MarkedStep:

@@ -20,6 +20,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -43,24 +44,34 @@ def limit_of(totals: bool, max_bytes: int) -> int:
 
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
+_quoted = lru_cache(64)(_encode)  # names of servers
 
 
-def _each(of: int | Sequence[int], many: int) -> int | list[int]:
+def _json(of: int | None) -> str:
+    return "null" if of is None else str(int(of))
+
+
+def _each(of: int | Sequence[int] | None, many: int) -> str:
     """One number where it is the same for every request: most steps, which decode, are told in a third of the bytes."""
-    if isinstance(of, int):
-        return of
-    each = list(of)[:MOST_REQUESTS]
-    return each[0] if each and each.count(each[0]) == len(each) == many else each
+    if of is None or isinstance(of, int):
+        return _json(of)
+    each = of if len(of) <= MOST_REQUESTS else of[:MOST_REQUESTS]
+    if each and each.count(each[0]) == len(each) == many:
+        return _json(each[0])
+    return _encode(list(each))
 
 
 class StepLines:
     """The file of one process: opened when first written, whole lines, given up on the first error."""
 
-    def __init__(self, folder: str | os.PathLike[str], name: str, limit_bytes: int) -> None:
-        """`name`: of the file, without its ending."""
+    def __init__(self, folder: str | os.PathLike[str], name: str, limit_bytes: int, held_bytes: int = 0) -> None:
+        """`name`: of the file, without its ending; so many bytes wait for `write`, by default none."""
         self._path = Path(folder) / f"{name}.jsonl"
         self._before = Path(folder) / f"{name}-before.jsonl"
         self._limit, self._bytes = limit_bytes, 0
+        self._most_held = held_bytes
+        self._held: list[str] = []
+        self._held_bytes = 0
         self._fd: int | None = None
         self.dead = ""  # why it is given up
         self._numbers: dict[str, int] = {}
@@ -78,39 +89,29 @@ class StepLines:
         of: tuple[str, int] = ("", -1),
     ) -> None:
         """One step, from and to `times_ns`; `of`: its server and its thread."""
-        lines: list[dict[str, Any]] = []
         names = tuple(requests)
         many = min(len(names), MOST_REQUESTS)
         if names != self._listed[0]:
             listed = names[:MOST_REQUESTS]
             numbers = [*map(self._numbers.get, listed)]
             if None in numbers:
-                numbers = [self._number(str(one), times_ns[1], lines) for one in listed]
+                numbers = [self._number(str(one), times_ns[1]) for one in listed]
             self._listed = names, _encode(numbers)
-        told = {
-            "t_ns": times_ns[1],
-            "kind": "step",
-            "begin_ns": times_ns[0],
-            "step": step,
-            "phase": phase if phase in PHASES else "unknown",
-            "server": of[0],
-            "thread": of[1],
-            "tokens": _each(tokens, many),
-            "computed": None if computed is None else _each(computed, many),
-        }
-        self._write(lines, f'{_encode(told)[:-1]},"requests":{self._listed[1]}}}')
+        self._put(  # an encoder takes five times as long
+            f'{{"t_ns":{_json(times_ns[1])},"kind":"step","begin_ns":{_json(times_ns[0])},"step":{_json(step)},'
+            f'"phase":"{phase if phase in PHASES else PHASES[0]}","server":{_quoted(of[0])},"thread":{_json(of[1])},'
+            f'"tokens":{_each(tokens, many)},"computed":{_each(computed, many)},"requests":{self._listed[1]}}}'
+        )
 
     def time(self, request: Any, what: str, at_ns: int, trace: str = "") -> None:
         """A time of a request: `what` of TIMES; `trace`: its traceparent, passed over where it is none."""
-        lines: list[dict[str, Any]] = []
-        number = self._number(str(request), at_ns, lines)
-        line = {"t_ns": at_ns, "kind": what, "n": number}
-        self._write(lines, _encode({**line, "trace": trace} if TRACE.fullmatch(trace) else line))
+        line = {"t_ns": at_ns, "kind": what, "n": self._number(str(request), at_ns)}
+        self._put(_encode({**line, "trace": trace} if TRACE.fullmatch(trace) else line))
         if what == "ended":
             self._numbers.pop(str(request)[:LONGEST_ID], None)
             self._listed = (), "[]"
 
-    def _number(self, request: str, at_ns: int, lines: list[dict[str, Any]]) -> int:
+    def _number(self, request: str, at_ns: int) -> int:
         request = request[:LONGEST_ID]
         number = self._numbers.get(request)
         if number is None:
@@ -118,21 +119,33 @@ class StepLines:
                 self._forget()
             number = self._numbers[request] = self._next
             self._next += 1
-            lines.append({"t_ns": at_ns, "kind": "request", "n": number, "request": request})
+            self._hold(_encode({"t_ns": at_ns, "kind": "request", "n": number, "request": request}))
         return number
 
     def _forget(self) -> None:
         self._numbers.clear()
         self._listed = (), "[]"
 
-    def _write(self, lines: list[dict[str, Any]], last: str) -> None:
-        if self.dead:
+    def _hold(self, line: str) -> None:
+        self._held.append(line)
+        self._held_bytes += len(line) + 1
+
+    def _put(self, line: str) -> None:
+        self._hold(line)
+        if self._held_bytes > self._most_held or self._bytes + self._held_bytes >= self._limit:
+            self.write()
+
+    def write(self) -> None:
+        """Puts into the file what is held."""
+        data = "".join(f"{line}\n" for line in self._held).encode(errors="replace")
+        self._held.clear()
+        self._held_bytes = 0
+        if self.dead or not data:
             return
         try:
             if self._fd is None:
                 self._fd = files.open_append(self._path)
                 self._bytes = os.fstat(self._fd).st_size
-            data = "".join(f"{line}\n" for line in (*map(_encode, lines), last)).encode(errors="replace")
             self._bytes += os.write(self._fd, data)
             if self._bytes >= self._limit:
                 os.close(self._fd)
@@ -144,6 +157,7 @@ class StepLines:
 
     def close(self) -> None:
         """Whoever writes afterwards opens it again."""
+        self.write()
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

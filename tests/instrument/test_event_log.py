@@ -102,6 +102,16 @@ def test_a_flush_waits_for_what_another_thread_is_making(folder):
     assert [event.get("id") for event in found] == [None, 1]
 
 
+def test_the_writer_is_woken_again_after_nothing_came_for_a_while(folder, monkeypatch):
+    monkeypatch.setattr(event_log, "_FLUSH_SECONDS", 0.001)
+    for number in range(3):
+        done = threading.Event()
+        event_log.later(done.set)
+        assert done.wait(60), number
+        while event_log._file.awake:
+            time.sleep(0.001)
+
+
 CHILD = """
 import os, sys, time
 from kvprobe.instrument import event_log
@@ -127,7 +137,7 @@ def test_each_side_of_a_fork_writes_its_own_file_and_a_kill_loses_little(tmp_pat
     path = tmp_path / f"events-{child.pid}.jsonl"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and len(event_log.read_events(path) if path.exists() else []) < 3:
-        time.sleep(0.02)  # the flusher's own period is 100 ms
+        time.sleep(0.02)  # the flusher's own period is 250 ms
     child.send_signal(signal.SIGKILL)
     child.wait()
     child.stdout.close()

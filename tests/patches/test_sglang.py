@@ -476,7 +476,7 @@ def test_what_steps_with_a_load_took_beyond_their_prompts_is_waiting(monkeypatch
         now[0] = begin_ns
         assert hooks.launched(lambda: result, None, batch) is result
         now[0] = max(now[0], end_ns)
-        hooks.finished(lambda: None, None, batch, result)
+        hooks.finished(begin_ns, None, (None, batch, result), {})
 
     step(0, 90_000, 20, load=True)  # what prefill costs is not known yet
     assert hooks._account.sums["waits"] is None

@@ -1,6 +1,7 @@
 """vLLM's scheduler side: the factory's connector is watched where the scheduler asked for it, and nowhere else."""
 
 import enum
+import time
 import types
 
 from kvprobe.instrument import event_log
@@ -96,6 +97,6 @@ def test_a_step_that_waited_for_loads_of_its_own_does_not_tell_what_prefill_cost
     scheduler = object()
     for own in (False, True, False):
         output = types.SimpleNamespace(num_scheduled_tokens={"a": 100}, has_sync_kv_loads=own)
-        adapter.scheduled(lambda output=output: output, scheduler)
-        adapter.stepped(lambda: None, scheduler, output)
+        adapter.scheduled(time.monotonic_ns(), output, (scheduler,), {})
+        adapter.stepped(time.monotonic_ns(), None, (scheduler, output), {})
     assert len(adapter.account._steps) == 2

@@ -324,3 +324,23 @@ def test_both_ways_work_under_run(tmp_path):
     recording = open_recording(tmp_path / "run")
     assert sorted(held(recording)) == [(1, "prefill", {"a": 1}), (2, "decode", {"a": 1})]
     assert any("1 no such JSON" in note for note in recording.notes)
+
+
+def test_lines_that_wait_are_written_together_and_say_the_same(tmp_path):
+    """Also across a file that has grown full, and what is left when it is closed."""
+    written = []
+    for name, held_bytes in (("at-once", 0), ("held", 2000)):
+        lines = StepLines(tmp_path, f"steps-{name}", 9_000, held_bytes)
+        for step in range(200):
+            lines.step((10 * step, 10 * step + 9), step, "decode", ["a", f"of {step}"], [1, 2], 1, ("s", 7))
+            lines.time(f"of {step}", "ended", 10 * step + 9)
+            if step == 0:
+                assert (tmp_path / f"steps-{name}.jsonl").exists() == (not held_bytes)
+        lines.close()
+        files = [tmp_path / f"steps-{name}{part}.jsonl" for part in ("-before", "")]
+        written.append([json.loads(line) for path in files for line in path.read_text().splitlines()])
+    steps = [[line["step"] for line in of if line["kind"] == "step"] for of in written]
+    assert steps[0][-1] == steps[1][-1] == 199
+    for of in steps:
+        assert of == list(range(of[0], 200)) and len(of) > 20
+    assert written[0][-2:] == written[1][-2:]

@@ -152,7 +152,7 @@ def serve(folder, *arguments, **environment):
         for more in ([], [900], [901]):
             server.forget()
             tokens.append(server.tokens(prompt + more))
-        for _ in range(20):  # kvprobe's figures come 100 ms late, vLLM's with a later step
+        for _ in range(20):  # kvprobe's figures come 250 ms late, vLLM's with a later step
             server.tokens([7] * 20)
             samples = server.samples()
             if figures(samples, "kvprobe") == figures(samples, "vllm"):
