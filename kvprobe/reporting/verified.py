@@ -11,7 +11,7 @@ from kvprobe.output.verify import MismatchJson, VerifyJson
 from kvprobe.recordings.model import Recording
 from kvprobe.recordings.witnessed import MismatchRow, RewrittenHome, Witnessed, of_recording
 from kvprobe.reporting.streams import process_name, stream_name
-from kvprobe.reporting.units import bytes_text, count_text, duration
+from kvprobe.reporting.units import count_text, duration, size_text
 from kvprobe.reporting.views import Section, TableView, left_out, table
 
 __all__ = ["document", "lines", "section", "sentence"]
@@ -120,8 +120,8 @@ def _stream(recording: Recording, process: int, handle: int) -> str:
 def _block(one: MismatchRow) -> str:
     where = ""
     if one.home and one.home_bytes:
-        where = f", {bytes_text(one.address - one.home)} into an allocation of {bytes_text(one.home_bytes)}"
-    return f"block at {one.address:#x}{where}: {bytes_text(one.bytes)}"
+        where = f", {size_text(one.address - one.home)} into an allocation of {size_text(one.home_bytes)}"
+    return f"block at {one.address:#x}{where}: {size_text(one.bytes)}"
 
 
 def _evidence(recording: Recording, one: MismatchRow) -> list[str]:
@@ -151,7 +151,7 @@ def _evidence(recording: Recording, one: MismatchRow) -> list[str]:
 
 def _rewritten(recording: Recording, one: RewrittenHome) -> str:
     return (
-        f"in the allocation of {bytes_text(one.bytes)} at {one.address:#x} of {process_name(recording, one.process)} "
+        f"in the allocation of {size_text(one.bytes)} at {one.address:#x} of {process_name(recording, one.process)} "
         f"the bytes had changed at {count_text(one.changed)} of {count_text(one.compared)} loads, so the program most "
         "likely writes there itself, as to a buffer of inputs or results"
     )
@@ -176,7 +176,7 @@ def _mismatches(recording: Recording, found: Sequence[MismatchRow]) -> TableView
             "under its load" if one.kind == "overwritten" else "since its store",
             process_name(recording, one.process),
             f"{one.address:#x}",
-            (bytes_text(one.bytes), one.bytes),
+            (size_text(one.bytes), one.bytes),
             _at(recording, one.process, one.store_ns) if one.store_ns is not None else "",
             f"{one.store_call}, thread {one.store_thread}" if one.store_call else "",
             _at(recording, one.process, one.load_ns),
