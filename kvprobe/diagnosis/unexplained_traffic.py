@@ -33,6 +33,7 @@ from kvprobe.diagnosis.finding import (
 )
 from kvprobe.diagnosis.joined import CRITICAL, JoinedRecording, ms
 from kvprobe.recordings.intervals import distinct
+from kvprobe.recordings.link_rate import PCIE_5
 from kvprobe.recordings.model import Array, CallKind, Direction, Memory
 
 CAUSE = cause_of(__name__)
@@ -44,7 +45,6 @@ FEWEST = 4  # samples in a window
 LEAST_RATE = 1e9  # bytes per second
 OVERHEAD = 1.25  # of packets, and of a sample's chance
 ERRORS = 3.0  # standard errors
-LINK = 55e9  # bytes per second of a link that nothing says the rate of: PCIe 5.0 x16
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     if not found:
         return None
     worst = max(found, key=lambda one: one.rate * one.ns)
-    link = joined.link(worst.direction)[0] or LINK
+    link = joined.link(worst.direction)[0] or PCIE_5
     reach, by_itself = _reachable(joined)
     return joined.finding(
         CAUSE,
