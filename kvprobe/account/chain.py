@@ -21,6 +21,7 @@ from kvprobe.recordings.model import Array
 
 __all__ = ["STEP_NS", "hidden_beside_work", "saved_by_host"]
 
+SMALL_PART = 0.1  # of the next gap: a gap that is shorter belongs to the same step
 STEP_NS = 200_000  # an idle gap that is as long lies between two steps; shorter ones lie inside a step
 
 _TAKEN, _IDLE, _WAIT = 0, 1, 2
@@ -82,8 +83,8 @@ def _played(size: Array, kind: Array) -> int:
 def hidden_beside_work(working: Cover, start: Array, end: Array, ns: Array) -> int:
     """How much of the host's work in idle gaps would lie beside the device's, were it done one step earlier.
 
-    Gaps without work between them are one gap. A step ends with a gap of `STEP_NS` or more, and of what the host did
-    in its gaps no more is hidden than the device worked in it.
+    Gaps without work between them are one gap. A step ends with a gap of `STEP_NS` or more that is no small part of
+    the next such gap, and of what the host did in its gaps no more is hidden than the device worked in it.
 
     Args:
         working: when the device worked.
@@ -101,5 +102,7 @@ def hidden_beside_work(working: Cover, start: Array, end: Array, ns: Array) -> i
     gap = np.cumsum(worked > 0)  # 0: before the device's first work
     needs, lasts, had = (np.bincount(gap, weights=one) for one in (ns, end - start, worked))
     ends = lasts >= STEP_NS
+    long = np.flatnonzero(ends)
+    ends[long[:-1]] = lasts[long[:-1]] >= SMALL_PART * lasts[long[1:]]
     step: Array = np.cumsum(ends) - ends
     return int(np.minimum(np.bincount(step, weights=needs), np.bincount(step, weights=had)).sum())

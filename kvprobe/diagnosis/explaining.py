@@ -112,11 +112,20 @@ class Explainer:
         saved = sum(saved_by_host(account, one, end[caller == one], ns[caller == one]) for one in callers)
         return ExplainedTime(None, account.main.window_ns, self._after_last_kernel(start, end), saved)
 
-    def copies(self, cause: str, start: Array, end: Array, lost_ns: int) -> ExplainedTime:
-        """Of copies on the device, (copies,): where only they ran, of which `lost_ns` could be saved at most."""
+    def copies(self, cause: str, start: Array, end: Array, lost_ns: int, device: Array | None = None) -> ExplainedTime:
+        """Of copies on the device, (copies,): where only they ran, of which `lost_ns` could be saved at most.
+
+        Where `device` says on which GPU each ran, each GPU lost its copies' part of that.
+        """
         if not self.account.seen:
             return ExplainedTime()
-        claimed = self.account.claim(cause, start, end, COPIES, becomes=proven_line(cause), most_ns=lost_ns)
+
+        def most_ns(gpu: GpuAccount) -> int:
+            took = end - start
+            mine = device == gpu.device if device is not None else np.zeros(len(took), dtype=bool)
+            return round(lost_ns * int(took[mine].sum()) / int(took.sum())) if took[mine].any() else lost_ns
+
+        claimed = self.account.claim(cause, start, end, COPIES, becomes=proven_line(cause), most_ns=most_ns)
         return self._explained(claimed, 0, min(lost_ns, max(claimed.values(), default=0)))
 
     def gaps(self, cause: str, start: Array, end: Array, calls: Sequence[Line] = ()) -> ExplainedTime:

@@ -478,7 +478,8 @@ class JoinedRecording(Joined):
         window = int(self.x_start[rows].min()), int(self.x_end[rows].max())
         places, calls = self.device_places(rows, got), self._calls_of(rows, got)
         loss = Loss(int(got.sum()), len(rows), lost_on, window, span, places, calls)
-        explained = self.explainer.copies(cause, self.x_start[rows], self.x_end[rows], loss.ns)
+        device = self.recording.executions["device"][rows]
+        explained = self.explainer.copies(cause, self.x_start[rows], self.x_end[rows], loss.ns, device)
         gpus = len(distinct(self.recording.executions["device"][rows] + 1))
         title += f", added up over {gpus} GPUs" if gpus > 1 and "{lost}" in title else ""
         return self._finding(cause, title, confidence, loss, explanation, explained)
@@ -496,7 +497,8 @@ class JoinedRecording(Joined):
                 loss = replace(loss, ns=explained.gpus_ns)
         elif loss.copies is not None and confidence != "cannot tell":
             rows = loss.copies
-            explained = self.explainer.copies(cause, self.x_start[rows], self.x_end[rows], loss.ns)
+            device = self.recording.executions["device"][rows]
+            explained = self.explainer.copies(cause, self.x_start[rows], self.x_end[rows], loss.ns, device)
         elif loss.stretches is not None and confidence != "cannot tell":
             start, end, caller = loss.stretches
             explained = self.explainer.host(cause, start, end, caller, end - start)

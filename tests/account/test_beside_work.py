@@ -26,6 +26,7 @@ def hidden(*pieces: tuple[str, int]) -> int:
         ([("gap", 1_200), ("work", 500)], 0),  # nothing ran before
         ([("work", 9_000), ("gap", 300), ("work", 100), ("gap", 800)], 400),  # a step ahead, and not two
         ([("work", 900), ("gap", 5), ("work", 10), ("gap", 800)], 805),  # a short gap lies inside a step
+        ([("work", 9_000), ("gap", 200), ("work", 10), ("gap", 2_001)], 2_201),  # so does one that is short beside it
         ([("work", 900), ("gap", 600), ("waits", 100), ("gap", 600)], 900),  # one gap in pieces
         ([("work", 900), ("waits", 800)], 0),
         ([("gap", 800)], 0),

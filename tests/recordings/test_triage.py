@@ -145,7 +145,7 @@ def test_random_traces(tmp_path):
     assert min(verdicts[one] for one in ("found", "undecided", "healthy")) > 10
     for one in (
         "no call began with more",
-        "cost no more",
+        "took no longer",
         "graphs were in it",
         "too few",
         "but only",

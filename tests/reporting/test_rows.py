@@ -507,7 +507,7 @@ def test_a_mouse_over_a_call_is_told_what_it_is(chromium: Any, page: Path) -> No
     ActionChains(chromium).move_to_element(chromium.find_element("css selector", "#rows .plot text.within")).perform()
     said = chromium.find_element("css selector", "#rows .hover")
     assert said.is_displayed()
-    assert re.match(r"nothing to do [\d.]+.ms, at [\d.]+.ms · process 123$", said.text), said.text
+    assert re.match(r"not known [\d.]+.ms, at [\d.]+.ms · process 123$", said.text), said.text
     assert chromium.find_element("css selector", "#rows .readout").text.startswith(said.text[:20])
     ActionChains(chromium).move_to_element(chromium.find_element("css selector", "h1")).perform()
     assert not chromium.find_elements("css selector", "#rows .hover:not([hidden])")
