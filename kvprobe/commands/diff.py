@@ -37,8 +37,9 @@ def command(before: Path, after: Path, output: Path | None, force: bool, as_json
 
     A call counts as slower or faster if its time changed by more than 5% and the 95% interval of the change (by block
     bootstrap) does not include 1. "2.00x lower" means that the time before is twice the time after. An interval of
-    "1.50x to 2.50x" means that the data fit every factor in it. "unsure" means that the interval includes 1: the data
-    do not tell whether the call became faster or slower.
+    "1.50x to 2.50x" means that the data fit every factor in it. "unchanged" means that the whole interval lies near the
+    time before, and gives it in percent of this time. "unsure" means that the data do not tell whether the call became
+    faster or slower.
 
     A recording that is cut off, empty or does not show enough cannot prove that a finding is gone. The result is then
     undecided, and the exit code is 1. --from, --to and --range compare a part of each recording.

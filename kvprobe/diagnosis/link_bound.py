@@ -130,7 +130,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         evidence=evidence,
         cure=(
             *_fewer(joined),
-            Change("Use a faster link, or both directions and several GPUs' links at once", "setting"),
+            Change("Use a faster link, or spread the copies over the links of several GPUs", "setting"),
         ),
     )
 

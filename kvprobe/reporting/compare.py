@@ -196,7 +196,9 @@ def shift(before: Array, after: Array, at: float, rng: np.random.Generator) -> S
 
 
 def interval(moved: Shift) -> str:
-    """The interval of a change, in the same words as the change."""
+    """The interval of a change, in the same words as the change; of what is unchanged, in percent of the time before."""
+    if moved.verdict == "same":
+        return f"{moved.low - 1:+.0%} to {moved.high - 1:+.0%}"
     low, high = (moved.low, moved.high) if moved.ratio >= 1 else (1 / moved.high, 1 / max(moved.low, 1e-9))
     return f"{low:,.2f}{TIMES_SIGN} to {high:,.2f}{TIMES_SIGN}"
 
