@@ -161,8 +161,8 @@ class _File:
                 if time.monotonic_ns() - since_ns > _HOLD_NS:
                     time.sleep(0)  # let go of the GIL: a server's thread may be about to submit
                     since_ns = time.monotonic_ns()
-            for write in _at_flush:
-                write()
+            for each in _at_flush:
+                each()
             with self.lock:
                 events, self.events = self.events, []
                 self._append(events)
