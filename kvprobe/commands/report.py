@@ -46,7 +46,7 @@ def command(
     compares the inputs, and then has a section for each input. The page is one file that opens without a network.
     """
     from kvprobe.reporting import check_writable, write_report
-    from kvprobe.reporting.headline import terminal_lines
+    from kvprobe.reporting.headline import NO_CAUSE, terminal_lines
 
     check_writable(output, force=force)
     refuse_input(output, inputs)
@@ -88,7 +88,8 @@ def command(
             for one in [one for one in told if one.severity == "info"]:
                 click.echo(plain(f"also, for information: {one.title} ({one.cause})"))
         else:
-            click.echo(plain(f"Healthy: {verdict.reason}."))
+            said = f"{verdict.reason}{NO_CAUSE}" if verdict.state == "found" else verdict.reason
+            click.echo(plain(f"{'Warning' if verdict.state == 'found' else 'Healthy'}: {said}."))
             for one in [one for one in findings if not one.abstains and one.lost_ns][:1]:
                 cost = f", which cost the GPU {duration(one.device_ns) if one.device_ns else 'nothing'}"
                 click.echo(plain(f"For information: {one.title}{cost if one.device_ns is not None else ''}"))

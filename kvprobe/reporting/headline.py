@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvprobe.recordings.model import Recording
 
 __all__ = [
+    "NO_CAUSE",
     "Fact",
     "PageHead",
     "Part",
@@ -243,6 +244,9 @@ def _sentences(texts: Sequence[str], headline: str) -> str:
     return " ".join(micro(one)[:1].upper() + micro(one)[1:].rstrip(".") + "." for one in new[:2])
 
 
+NO_CAUSE = "; no single cause explains much of this"  # behind what a GPU waited
+
+
 def of_recording(
     recording: Recording,
     findings: Examination | None,
@@ -269,6 +273,8 @@ def of_recording(
         return PageHead("ok", f"Healthy: {judged.reason}.", "", facts)
     order = ranked([one for one in findings if one.confidence != "cannot tell"])
     first = order[0]
+    if first.severity == "info":  # what the GPU waited is spread over many causes
+        return PageHead("warning", f"{judged.reason[:1].upper()}{judged.reason[1:]}{NO_CAUSE}.", "", facts)
     headline = first.title.rstrip(".") + "."
     detail = _sentences([one.text for one in first.evidence[:3]], headline)
     facts = _facts_of(first)
