@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvprobe.recordings.intervals import ascending
 from kvprobe.recordings.model import Array
 
 __all__ = ["NOBODY", "Stretches", "marks", "overlay"]
@@ -77,12 +78,13 @@ class Stretches:
         start, end = start[keep], end[keep]
         if not len(start) or not len(self.line):
             return np.zeros(len(self.line), dtype=bool)
-        new = np.concatenate((start, end))
+        new = ascending(np.column_stack((start, end)).ravel())
         new = new[(new > self.edges[0]) & (new < self.edges[-1])]
         at = np.searchsorted(self.edges, new)
-        new = np.unique(new[self.edges[np.minimum(at, len(self.edges) - 1)] != new])
+        fresh = self.edges[at] != new
+        fresh[1:] &= new[1:] != new[:-1]
+        new, at = new[fresh], at[fresh]
         if len(new):
-            at = np.searchsorted(self.edges, new)
             for name in ("line", "caller", "detail", "cause"):
                 column = getattr(self, name)
                 setattr(self, name, np.insert(column, at, column[at - 1]))
