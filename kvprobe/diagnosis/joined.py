@@ -92,7 +92,7 @@ class Ledger:
 
     def __init__(self, free_ns: Array) -> None:
         """`free_ns`: what can be claimed of each row at most."""
-        self.free_ns = free_ns.astype(np.int64).copy()
+        self.free_ns = free_ns.astype(np.int64)  # a copy
         self.owner = np.full(len(free_ns), -1, dtype=np.int16)
         self.causes: list[str] = []
 

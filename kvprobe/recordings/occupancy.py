@@ -154,8 +154,9 @@ def occupancy(recording: Recording, *, use_labels: bool = True, by_channel: bool
             _judge(recording, with_records, labelled, use_labels)
             queue = max(queue, with_records, key=_weight)
         depth[queue.calls] = queue.depth
-        blocked[queue.calls] = queue.blocked
-        blocked_ns[queue.calls] = queue.blocked_ns
+        if queue.blocked.any():
+            blocked[queue.calls] = queue.blocked
+            blocked_ns[queue.calls] = queue.blocked_ns
         names = calls["name"][queue.calls]
         for name, value in queue.baseline_ns.items():
             baseline[queue.calls[names == name]] = np.clip(value, -1, np.iinfo(np.int32).max)  # a damaged file's times
@@ -349,13 +350,13 @@ def _queue(
         streams,
         rows,
         np.maximum(depth, 0),
-        np.zeros(len(rows), bool),
-        np.zeros(len(rows), np.int64),
+        np.broadcast_to(np.False_, (len(rows),)),
+        np.broadcast_to(np.int64(0), (len(rows),)),
         before=int(early.sum()),
         after=int((counted & ~executed).sum()),
         graphs=graphs,
         ends=ends,
-        done=done if graphs else done[:0],
+        done=done if graphs else np.zeros(0, dtype=np.int64),  # an empty view would keep all of them
     )
 
 
