@@ -346,9 +346,9 @@ def account_of(joined: Joined) -> Account:
 
 def _link_busy(gpu: Activity, begin: int, end: int) -> tuple[int, int]:
     """How long copies of each direction ran between these instants, ns."""
-    start, stop = np.clip(gpu.start, begin, end), np.clip(gpu.end, begin, end)
-    there, back = (gpu.copying & (gpu.direction == one) for one in (Direction.H2D, Direction.D2H))
-    return Cover(start[there], stop[there]).total_ns, Cover(start[back], stop[back]).total_ns
+    both = (gpu.copying & (gpu.direction == one) for one in (Direction.H2D, Direction.D2H))
+    there, back = (Cover(*(np.clip(time[one], begin, end) for time in (gpu.start, gpu.end))).total_ns for one in both)
+    return there, back
 
 
 def _begin(joined: Joined, gpu: Activity) -> int:
