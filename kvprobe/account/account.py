@@ -364,14 +364,14 @@ def _of(joined: Joined, column: str, row: int) -> int:
 
 def _threads(joined: Joined, threads: Threads, gpus: list[GpuAccount]) -> list[ThreadAccount]:
     """Threads that submit something in the window, whoever submits most first."""
-    rows = np.flatnonzero(joined.submits & joined.serving.holds(joined.process, joined.start))
-    if not len(rows):
+    mine = joined.submits & joined.serving.holds(joined.process, joined.start)
+    if not mine.any():
         return []
-    counts = np.bincount(joined.caller[rows])
+    counts = np.bincount(joined.caller[mine])
     launching = set(joined.launching_callers.tolist())
     out = []
     for caller in np.argsort(-counts, kind="stable")[: int((counts > 0).sum())].tolist():
-        row = int(rows[np.argmax(joined.caller[rows] == caller)])
+        row = int(np.argmax(mine & (joined.caller == caller)))
         process = int(joined.process[row])
         timeline = threads.of(caller)
         begin = int(joined.serving.from_ns[process]) if process < len(joined.serving.from_ns) else threads.begin

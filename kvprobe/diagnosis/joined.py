@@ -198,7 +198,7 @@ class JoinedRecording(Joined):
         known = self._launches
         if process not in known:
             mine = (self.kind == CallKind.LAUNCH) | (self.kind == CallKind.GRAPH)
-            known[process] = in_time(np.flatnonzero(mine & (self.process == process)), self.start)
+            known[process] = in_time(np.flatnonzero(mine & (self.process == process)).astype(np.int32), self.start)
         return known[process]
 
     def call_counts(self, kinds: Sequence[CallKind]) -> Array:
