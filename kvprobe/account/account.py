@@ -270,8 +270,9 @@ class Account:
             edges, whole = cut.edges, cut.ns
             inside = cut.cut(begins, ends)
             mine = inside & (cut.cause == NOBODY) & np.isin(cut.line, np.array(lines, dtype=np.uint8))
-            stood = whole[np.searchsorted(edges, cut.start, "right") - 1] >= BEGINS_NS
-            mine &= (cut.line != Line.NOT_KNOWN) | (cut.detail == Unknown.BETWEEN_OPERATIONS) & stood
+            open_ = np.flatnonzero(mine & (cut.line == Line.NOT_KNOWN))
+            stood = whole[np.searchsorted(edges, cut.start[open_], "right") - 1] >= BEGINS_NS
+            mine[open_] = (cut.detail[open_] == Unknown.BETWEEN_OPERATIONS) & stood
             if caller >= 0:
                 mine &= cut.caller == caller
             ns = int(cut.ns[mine].sum())

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvprobe.recordings.assemble import is_kind
 from kvprobe.recordings.intervals import ascending
 from kvprobe.recordings.model import Array
 
@@ -70,7 +71,8 @@ class Stretches:
 
     def total_ns(self, lines: Sequence[int] | Array) -> int:
         """Time in these lines."""
-        return int(self.ns[np.isin(self.line, np.asarray(lines, dtype=np.uint8))].sum())
+        mine = np.flatnonzero(is_kind(self.line, [int(line) for line in lines]))
+        return int((self.edges[mine + 1] - self.edges[mine]).sum())
 
     def cut(self, start: Array, end: Array) -> Array:
         """Cuts stretches where disjoint, ascending intervals begin and end; returns the mask of what lies in them."""
