@@ -183,7 +183,10 @@ def _listed(row: _Row, whole: tuple[float, float]) -> list[Any]:
     """A row of the table; what lies outside of the recording's calls and executions, as the rest of a range, is cut."""
     start, end = np.clip(row.start, *whole), np.clip(row.end, *whole)
     spent, span = end - start, max(whole[1] - whole[0], 1.0)
-    work, wait = (_covered(start[mask], end[mask]) for mask in (~row.wait, row.wait))
+    waits = row.wait
+    work, wait = _covered(start, end), 0.0
+    if waits.any():
+        work, wait = (_covered(start[mask], end[mask]) for mask in (~waits, waits))
     return [
         row.label,
         (count_text(len(spent)), len(spent)),
