@@ -281,8 +281,9 @@ class Account:
             edges, whole = cut.edges, cut.ns
             inside = cut.cut(begins, ends)
             mine = inside & (cut.cause == NOBODY) & np.isin(cut.line, np.array(lines, dtype=np.uint8))
-            stood = whole[np.searchsorted(edges, cut.start, "right") - 1] >= BEGINS_NS
-            mine &= (cut.line != Line.NOT_KNOWN) | (cut.detail == Unknown.BETWEEN_OPERATIONS) & stood
+            open_ = np.flatnonzero(mine & (cut.line == Line.NOT_KNOWN))
+            stood = whole[np.searchsorted(edges, cut.start[open_], "right") - 1] >= BEGINS_NS
+            mine[open_] = (cut.detail[open_] == Unknown.BETWEEN_OPERATIONS) & stood
             if caller is not None:
                 mine &= cut.caller == caller
             ns = int(cut.ns[mine].sum())
@@ -363,9 +364,9 @@ def _behind(gpu: Activity) -> tuple[Array, Array]:
 
 def _link_busy(gpu: Activity, begin: int, end: int) -> tuple[int, int]:
     """How long copies of each direction ran between these instants, ns."""
-    start, stop = np.clip(gpu.start, begin, end), np.clip(gpu.end, begin, end)
-    there, back = (gpu.copying & (gpu.direction == one) for one in (Direction.H2D, Direction.D2H))
-    return Cover(start[there], stop[there]).total_ns, Cover(start[back], stop[back]).total_ns
+    both = (gpu.copying & (gpu.direction == one) for one in (Direction.H2D, Direction.D2H))
+    there, back = (Cover(*(np.clip(time[one], begin, end) for time in (gpu.start, gpu.end))).total_ns for one in both)
+    return there, back
 
 
 def _begin(joined: Joined, gpu: Activity) -> int:
@@ -381,14 +382,14 @@ def _of(joined: Joined, column: str, row: int) -> int:
 
 def _threads(joined: Joined, threads: Threads, gpus: list[GpuAccount]) -> list[ThreadAccount]:
     """Threads that submit something in the window, whoever submits most first."""
-    rows = np.flatnonzero(joined.submits & joined.serving.holds(joined.process, joined.start))
-    if not len(rows):
+    mine = joined.submits & joined.serving.holds(joined.process, joined.start)
+    if not mine.any():
         return []
-    counts = np.bincount(joined.caller[rows])
+    counts = np.bincount(joined.caller[mine])
     launching = set(joined.launching_callers.tolist())
     out = []
     for caller in np.argsort(-counts, kind="stable")[: int((counts > 0).sum())].tolist():
-        row = int(rows[np.argmax(joined.caller[rows] == caller)])
+        row = int(np.argmax(mine & (joined.caller == caller)))
         process = int(joined.process[row])
         timeline = threads.of(caller)
         begin = int(joined.serving.from_ns[process]) if process < len(joined.serving.from_ns) else threads.begin

@@ -28,6 +28,24 @@ def _nothing() -> Array:
     return np.zeros(0, dtype=np.int64)
 
 
+@dataclass(frozen=True)
+class OfCalls:
+    """A column of calls, looked up for operations that are asked for: there may be millions, and few are.
+
+    Attributes:
+        call: the row of the call that submitted each operation; -1 where that is not known.
+        column: one entry a call.
+        otherwise: one entry an operation, for those whose call is not known.
+    """
+
+    call: Array
+    column: Array
+    otherwise: Array
+
+    def __getitem__(self, rows: Array) -> Array:
+        return _where(self.call[rows], self.column, self.otherwise[rows])
+
+
 @dataclass
 class Activity:
     """One GPU.
@@ -55,8 +73,8 @@ class Activity:
     bytes: Array = field(default_factory=_nothing)
     direction: Array = field(default_factory=lambda: np.zeros(0, dtype=np.uint8))
     caller: Array = field(default_factory=_nothing)
-    entered: Array = field(default_factory=_nothing)
-    returned: Array = field(default_factory=_nothing)
+    entered: Array | OfCalls = field(default_factory=_nothing)
+    returned: Array | OfCalls = field(default_factory=_nothing)
     behind: Array = field(default_factory=_nothing)
     seen_from: Array | None = None
     seen_to: Array | None = None
@@ -119,8 +137,8 @@ def _of_executions(joined: Joined) -> Iterator[Activity]:
             table["bytes"][rows],
             table["direction"][rows],
             _where(call, joined.caller, NOBODY),
-            _where(call, joined.start, begun),
-            _where(call, joined.end, begun),
+            OfCalls(call, joined.start, begun),
+            OfCalls(call, joined.end, begun),
             of_executions(joined, rows),
         )
 

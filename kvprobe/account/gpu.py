@@ -52,9 +52,10 @@ def _same(start: Array, end: Array, line: Line, detail: int = _NO_DETAIL) -> tup
 
 def _busy(gpu: Activity, begin: int, end: int) -> tuple[Array, Array]:
     """The window cut where kernels, or else copies, begin and end to run, and what each piece is."""
-    start, stop = np.clip(gpu.start, begin, end), np.clip(gpu.end, begin, end)
     masks = {_UNCLEAR: gpu.unclear, _COPIES: gpu.copying, _COMPUTES: ~(gpu.copying | gpu.unclear)}
-    covers = {one: union(start[mask], stop[mask]) for one, mask in masks.items()}
+    covers = {
+        one: union(*(np.clip(time[mask], begin, end) for time in (gpu.start, gpu.end))) for one, mask in masks.items()
+    }
     edges = np.unique(
         np.concatenate([np.array([begin, end], dtype=np.int64), *(a for pair in covers.values() for a in pair)])
     )
@@ -91,14 +92,15 @@ def _of_copies(joined: Joined, gpu: Activity, edges: Array, what: Array) -> tupl
     if not len(start):
         return _same(start, end, Line.AT_LINK_RATE)
     alone = Cover(start, end)
-    took = gpu.end - gpu.start
-    rows = np.flatnonzero(gpu.copying & (took > 0))
+    rows = np.flatnonzero(gpu.copying)
+    rows = rows[gpu.end[rows] > gpu.start[rows]]
     rows = rows[alone.within(gpu.start[rows], gpu.end[rows]) > 0]
+    took = gpu.end[rows] - gpu.start[rows]
     share = np.zeros(len(rows))  # of the link, that each uses
     for direction in (Direction.H2D, Direction.D2H):
         mine = gpu.direction[rows] == direction
         rate = _link(joined, direction).bytes_per_s / 1e9
-        share[mine] = gpu.bytes[rows[mine]] / took[rows[mine]] / rate
+        share[mine] = gpu.bytes[rows[mine]] / took[mine] / rate
     share[~between_host_and_device(gpu.direction[rows])] = 1.0  # inside a GPU, or to another: no link to compare with
     at = np.concatenate((gpu.start[rows], gpu.end[rows]))
     change = np.concatenate((share, -share))

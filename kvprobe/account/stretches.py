@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvprobe.recordings.assemble import is_kind
+from kvprobe.recordings.intervals import ascending
 from kvprobe.recordings.model import Array
 
 __all__ = ["NOBODY", "Stretches", "marks", "overlay"]
@@ -69,7 +71,8 @@ class Stretches:
 
     def total_ns(self, lines: Sequence[int] | Array) -> int:
         """Time in these lines."""
-        return int(self.ns[np.isin(self.line, np.asarray(lines, dtype=np.uint8))].sum())
+        mine = np.flatnonzero(is_kind(self.line, [int(line) for line in lines]))
+        return int((self.edges[mine + 1] - self.edges[mine]).sum())
 
     def cut(self, start: Array, end: Array) -> Array:
         """Cuts stretches where disjoint, ascending intervals begin and end; returns the mask of what lies in them."""
@@ -77,12 +80,13 @@ class Stretches:
         start, end = start[keep], end[keep]
         if not len(start) or not len(self.line):
             return np.zeros(len(self.line), dtype=bool)
-        new = np.concatenate((start, end))
+        new = ascending(np.column_stack((start, end)).ravel())
         new = new[(new > self.edges[0]) & (new < self.edges[-1])]
         at = np.searchsorted(self.edges, new)
-        new = np.unique(new[self.edges[np.minimum(at, len(self.edges) - 1)] != new])
+        fresh = self.edges[at] != new
+        fresh[1:] &= new[1:] != new[:-1]
+        new, at = new[fresh], at[fresh]
         if len(new):
-            at = np.searchsorted(self.edges, new)
             for name in ("line", "caller", "detail", "cause"):
                 column = getattr(self, name)
                 setattr(self, name, np.insert(column, at, column[at - 1]))

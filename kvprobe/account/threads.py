@@ -9,7 +9,7 @@ import numpy as np
 from kvprobe.account.cpu_time import Worked, who_worked
 from kvprobe.account.lines import Line, Unknown, line_of_calls
 from kvprobe.account.stretches import NOBODY
-from kvprobe.recordings.intervals import Cover
+from kvprobe.recordings.intervals import Cover, group_starts
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.model import Array, RangeStyle
 
@@ -56,8 +56,10 @@ class Threads:
         self._lines = line_of_calls(joined.kind, joined.memory)
         self._known: dict[int, ThreadTimeline] = {}
         order = joined.by_caller
-        self._rows = order[~joined.nested[order]]
-        self._callers = joined.caller[self._rows]
+        self._rows = order[~joined.nested[order]] if joined.nested.any() else order
+        callers = joined.caller[self._rows]
+        first = group_starts(callers)
+        self._of = dict(zip(callers[first].tolist(), np.split(self._rows, first[1:]), strict=False))
 
     def of(self, caller: int) -> ThreadTimeline:
         """The timeline of a thread, by its caller number."""
@@ -67,8 +69,7 @@ class Threads:
 
     def _make(self, caller: int) -> ThreadTimeline:
         joined = self.joined
-        first, last = np.searchsorted(self._callers, [caller, caller + 1])
-        rows = self._rows[first:last]
+        rows = self._of.get(caller, self._rows[:0])
         start = np.clip(joined.start[rows], self.begin, self.end)
         stop = np.maximum(np.clip(joined.end[rows], self.begin, self.end), start)
         inside = self._lines[rows]
@@ -79,6 +80,7 @@ class Threads:
         edges[1:-1:2], edges[2:-1:2] = start, stop
         line = np.full(2 * len(start) + 1, self._outside(caller, rows), dtype=np.uint8)
         line[1::2] = inside
+        del start, stop, inside  # as large as the edges
         gap = line.copy()
         gap[1::2] = 0
         long, unusual = _pauses(np.diff(edges), gap > 0), _unusual(np.diff(edges), line)

@@ -198,6 +198,7 @@ def examined(recording: Recording, window: ServingWindow) -> tuple[Examination, 
     recording.window = window
     queues = occupancy(recording)
     found = examine(recording, queues)
+    recording.known_links = None  # as large as a third of the calls, and hardly ever asked for afterwards
     recording.notes += notes_of(found.not_looked_for)
     return found, queues
 

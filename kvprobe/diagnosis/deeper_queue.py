@@ -117,9 +117,9 @@ def _replayed(joined: JoinedRecording, streams: Array, rows: Array, ns: Array, d
     needed[members[slots:]] = done[: max(len(members) - slots, 0)]
     # A wait for the device ends when the device is done, however early it begins. A pageable copy is one where it took
     # longer than to stage its bytes; else it went past whatever was in front of it.
-    staged = (joined.memory == Memory.PAGEABLE) & (joined.dur <= STAGED_NS + joined.bytes / STAGED_BYTES_PER_NS)
+    pageable = np.flatnonzero(joined.memory == Memory.PAGEABLE)
     waits = (joined.kind == CallKind.SYNC) | (joined.kind == CallKind.COPY_SYNC)
-    waits |= (joined.memory == Memory.PAGEABLE) & ~staged
+    waits[pageable[joined.dur[pageable] > STAGED_NS + joined.bytes[pageable] / STAGED_BYTES_PER_NS]] = True
     needed[waits] = joined.end[waits]
     member = np.zeros(len(joined.start), dtype=bool)
     member[members] = True

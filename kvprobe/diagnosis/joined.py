@@ -94,7 +94,7 @@ class Ledger:
 
     def __init__(self, free_ns: Array) -> None:
         """`free_ns`: what can be claimed of each row at most."""
-        self.free_ns = free_ns.astype(np.int64).copy()
+        self.free_ns = free_ns.astype(np.int64)  # a copy
         self.owner = np.full(len(free_ns), -1, dtype=np.int16)
         self.causes: list[str] = []
 
@@ -200,7 +200,7 @@ class JoinedRecording(Joined):
         known = self._launches
         if process not in known:
             mine = (self.kind == CallKind.LAUNCH) | (self.kind == CallKind.GRAPH)
-            known[process] = in_time(np.flatnonzero(mine & (self.process == process)), self.start)
+            known[process] = in_time(np.flatnonzero(mine & (self.process == process)).astype(np.int32), self.start)
         return known[process]
 
     def call_counts(self, kinds: Sequence[CallKind]) -> Array:

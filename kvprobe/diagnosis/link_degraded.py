@@ -78,20 +78,22 @@ def find(joined: JoinedRecording) -> Finding | None:
 def _large_copies(joined: JoinedRecording, direction: Direction) -> Array:
     """Rows of large pinned copies in order of time that had the link to themselves; none where they are too few."""
     table = joined.recording.executions
-    every = (table["engine"] == Engine.COPY) & (joined.x_dur > 0)
-    mine = every & (table["direction"] == direction) & (table["memory"] != Memory.PAGEABLE)
+    every = np.flatnonzero(table["engine"] == Engine.COPY)
+    every = every[joined.x_end[every] > joined.x_start[every]]
+    way = table["direction"][every]
+    mine = every[(way == direction) & (table["memory"][every] != Memory.PAGEABLE)]
     none = np.zeros(0, dtype=np.int64)
-    if not mine.any():
+    if not len(mine):
         return none
-    large = 1 << 20
-    if not (mine & (table["bytes"] >= large)).any():
-        large = max(int(np.percentile(table["bytes"][mine], 75)), 256 << 10)
-    rows = np.flatnonzero(mine & (table["bytes"] >= large))
+    size, large = table["bytes"][mine], 1 << 20
+    if not (size >= large).any():
+        large = max(int(np.percentile(size, 75)), 256 << 10)
+    rows = mine[size >= large]
     if len(rows) < LEAST:
         return none
-    other = every & (table["direction"] != direction) & (table["direction"] != Direction.D2D)
+    other = every[(way != direction) & (way != Direction.D2D)]
     shared = Cover(joined.x_start[other], joined.x_end[other]).within(joined.x_start[rows], joined.x_end[rows])
-    rows = in_time(rows[10 * shared < joined.x_dur[rows]], joined.x_start)
+    rows = in_time(rows[10 * shared < joined.x_end[rows] - joined.x_start[rows]], joined.x_start)
     apart = np.ones(len(rows), dtype=bool)
     apart[1:] &= joined.x_start[rows[1:]] >= np.maximum.accumulate(joined.x_end[rows])[:-1] - 1_000
     rows = rows[apart]
@@ -102,7 +104,7 @@ def _slow_copies(joined: JoinedRecording, direction: Direction) -> _SlowCopies |
     table, rows = joined.recording.executions, _large_copies(joined, direction)
     if not len(rows):
         return None
-    speed = table["bytes"][rows] / joined.x_dur[rows] * 1e9
+    speed = table["bytes"][rows] / (joined.x_end[rows] - joined.x_start[rows]) * 1e9
     rate, how = joined.link(direction)
     if rate <= 0:
         rate, how = float(np.percentile(speed, 90)), "fastest copies seen here"
@@ -114,7 +116,7 @@ def _slow_copies(joined: JoinedRecording, direction: Direction) -> _SlowCopies |
     if slow[at[0] : at[-1] + 1].mean() < 0.7:
         return None
     rows = rows[slow]
-    loss = (joined.x_dur[rows] - table["bytes"][rows] / rate * 1e9).astype(np.int64)
+    loss = (joined.x_end[rows] - joined.x_start[rows] - table["bytes"][rows] / rate * 1e9).astype(np.int64)
     reached = float(np.median(speed[slow]))
     name = DIRECTIONS[direction]
     evidence = [

@@ -63,9 +63,10 @@ class _Violation(NamedTuple):
 def _unordered(joined: JoinedRecording, process: int, rows: Array) -> _Violation | None:
     """`rows`: loads of the process on streams without kernels, by time."""
     launches = joined.launches(process)
-    launches = launches[joined.exec_start[launches] >= 0]
-    if not len(launches):
+    ran = joined.exec_start[launches] >= 0
+    if not ran.any():
         return None
+    launches = launches if ran.all() else launches[ran]
     launched = joined.start[launches]
     burst = bursts(joined, process, rows)
     count = int(burst[-1]) + 1

@@ -155,7 +155,8 @@ class _Activity(NamedTuple):
 def _seen(joined: JoinedRecording, gpu: GpuAccount) -> _Activity:
     table = joined.recording.executions if joined.recording.has_executions else joined.recording.spans
     mine = np.isin(table["process"], np.array(gpu.processes))
-    return _Activity(*(table[name][mine] for name in ("engine", "direction", "start_ns", "end_ns")))
+    rows = slice(None) if mine.all() else mine
+    return _Activity(*(table[name][rows] for name in ("engine", "direction", "start_ns", "end_ns")))
 
 
 class _Alone(NamedTuple):

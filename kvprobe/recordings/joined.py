@@ -165,9 +165,11 @@ class Joined:
 
     def is_named(self, *parts: str) -> Array:
         """Mask of calls whose name contains one of the parts, case aside."""
-        words = self._called
+        meant = [one for one, word in self._called.items() if any(part in word for part in parts)]
+        if not meant:
+            return np.zeros(len(self.name), dtype=bool)
         known = np.zeros(len(self.recording.names) + 1, dtype=bool)  # the last: no name
-        known[[one for one, word in words.items() if any(part in word for part in parts)]] = True
+        known[meant] = True
         inside = (self.name >= 0) & (self.name < len(known))
         mask: Array = known[np.where(inside, self.name, -1)]
         return mask

@@ -24,16 +24,15 @@ def link_rate(recording: Recording, direction: Direction) -> tuple[float, str]:
     if fact:
         return float(fact), recording.machine_how.get("link_bytes_per_s", "stated for this machine")
     for table in (recording.executions, recording.spans):
-        took = table["end_ns"] - table["start_ns"]
-        large = (table["engine"] == Engine.COPY) & (table["direction"] == direction) & (took > 0)
+        rows = np.flatnonzero((table["bytes"] >= LARGE_BYTES) & (table["engine"] == Engine.COPY))
+        rows = rows[table["direction"][rows] == direction]
+        size, took = table["bytes"][rows], table["end_ns"][rows] - table["start_ns"][rows]
         if table is recording.executions:
-            large &= (table["bytes"] >= LARGE_BYTES) & (table["memory"] != Memory.PAGEABLE)
+            large = (took > 0) & (table["memory"][rows] != Memory.PAGEABLE)
         else:
-            large &= table["bytes"] >= LARGE_BYTES * np.maximum(table["count"], 1)
-            large &= not _mostly_pageable(recording, direction)
-        rows = np.flatnonzero(large)
-        if len(rows):
-            return float(np.percentile(table["bytes"][rows] / took[rows], 90) * 1e9), "fastest large copies seen here"
+            large = (took > 0) & (size >= LARGE_BYTES * np.maximum(table["count"][rows], 1))
+        if large.any() and (table is recording.executions or not _mostly_pageable(recording, direction)):
+            return float(np.percentile(size[large] / took[large], 90) * 1e9), "fastest large copies seen here"
     return 0.0, "unknown"
 
 

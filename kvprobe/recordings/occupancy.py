@@ -154,8 +154,9 @@ def occupancy(recording: Recording, *, use_labels: bool = True, by_channel: bool
             _judge(recording, with_records, labelled, use_labels)
             queue = max(queue, with_records, key=_weight)
         depth[queue.calls] = queue.depth
-        blocked[queue.calls] = queue.blocked
-        blocked_ns[queue.calls] = queue.blocked_ns
+        if queue.blocked.any():
+            blocked[queue.calls] = queue.blocked
+            blocked_ns[queue.calls] = queue.blocked_ns
         names = calls["name"][queue.calls]
         for name, value in queue.baseline_ns.items():
             baseline[queue.calls[names == name]] = np.clip(value, -1, np.iinfo(np.int32).max)  # a damaged file's times
@@ -349,13 +350,13 @@ def _queue(
         streams,
         rows,
         np.maximum(depth, 0),
-        np.zeros(len(rows), bool),
-        np.zeros(len(rows), np.int64),
+        np.broadcast_to(np.False_, (len(rows),)),
+        np.broadcast_to(np.int64(0), (len(rows),)),
         before=int(early.sum()),
         after=int((counted & ~executed).sum()),
         graphs=graphs,
         ends=ends,
-        done=done if graphs else done[:0],
+        done=done if graphs else np.zeros(0, dtype=np.int64),  # an empty view would keep all of them
     )
 
 
@@ -413,7 +414,8 @@ def _infer(recording: Recording, queue: StreamOccupancy, duration: Array) -> Non
     at_top = judged & (depth >= deepest - band)
     baseline = _lookup(names, queue.baseline_ns)
     limit = np.maximum(_lookup(names, floor), 1.5 * baseline)
-    excess = np.maximum(duration - limit, 0.0)
+    excess = duration - limit
+    np.maximum(excess, 0.0, out=excess)
     slow = np.zeros(len(rows), dtype=bool)
     for name in distinct(names[at_top]):
         mine = names == name
@@ -422,10 +424,12 @@ def _infer(recording: Recording, queue: StreamOccupancy, duration: Array) -> Non
         # Noise makes some calls slow at any depth; a full queue makes them slower on average, many times over.
         if excess[top].mean() > max(5 * typical, 0.25 * queue.baseline_ns[name]):
             slow |= top & (duration > limit)
-    lost = np.where(slow, duration - baseline, 0).astype(np.int64)
+    del limit, excess
     if not slow.any():
         queue.conclusion = conclude(Plateau(deepest))
         return
+    lost = np.zeros(len(rows), dtype=np.int64)
+    lost[slow] = duration[slow] - baseline[slow]
     # What is slow by chance at the top carries little; what a full queue costs stands out of everything slow below.
     # (Calls that a graph makes slow further down, or pageable ones, are somebody else's finding.)
     shallowest = int(depth[slow].min())
@@ -449,9 +453,11 @@ def _infer(recording: Recording, queue: StreamOccupancy, duration: Array) -> Non
 
 def _lookup(names: Array, table: dict[int, int] | dict[int, float]) -> Array:
     """The table's value for each name, float64."""
-    keys = np.array(sorted(table), dtype=np.int64)
-    values = np.array([table[key] for key in keys.tolist()], dtype=np.float64)
-    return cast(Array, values[np.searchsorted(keys, names)])
+    if len(table) == 1:
+        return np.broadcast_to(np.float64(next(iter(table.values()))), (len(names),))
+    values = np.zeros(max(table) + 1)
+    values[list(table)] = list(table.values())
+    return cast(Array, values[names])
 
 
 def _distance(sorted_times: Array, at: Array) -> Array:

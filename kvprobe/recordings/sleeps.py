@@ -197,6 +197,8 @@ class _Places:
 def _named(recording: Recording, name: str) -> Array:
     """Of each row of `calls`: whether it is this call."""
     known = np.array([text.partition("_")[0] == name for text in recording.names], dtype=bool)
+    if not known.any():
+        return np.zeros(recording.calls.rows, dtype=bool)
     out: Array = known[recording.calls["name"]]
     return out
 

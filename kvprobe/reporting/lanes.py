@@ -88,7 +88,8 @@ def gpu_lanes(account: Account | None) -> list[Lane]:
         style = np.full(len(cut.line), IDLE, dtype=np.uint8)
         style[cut.line == Line.COMPUTING] = KERNEL
         style[np.isin(cut.line, np.array(COPIES, dtype=np.uint8))] = COPYING
-        titles = [LINE_TITLES[Line(line)] for line in cut.line.tolist()]
+        of_line = {int(line): title for line, title in LINE_TITLES.items()}
+        titles = [of_line[line] for line in cut.line.tolist()]  # not Line(line): there may be a million
         out.append(Lane(gpu_name(account, gpu), cut.start, cut.end, style, titles))
     return out
 

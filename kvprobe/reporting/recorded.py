@@ -13,6 +13,7 @@ from kvprobe import requests, sizing
 from kvprobe.diagnosis import CAUSES, llama_cpp, offload_benefit
 from kvprobe.diagnosis.finding import ranked
 from kvprobe.diagnosis.startup import startup
+from kvprobe.recordings.assemble import is_kind
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Recording
 from kvprobe.recordings.occupancy import Occupancy, occupancy
 from kvprobe.recordings.serving import ServingWindow, serving_window
@@ -99,8 +100,8 @@ class Submissions:
 def submissions(recording: Recording) -> Submissions:
     """Picks the submitting calls."""
     calls = recording.calls
-    rows = np.flatnonzero(np.isin(calls["kind"], np.array(SUBMITTING, dtype=np.uint8)))
-    start = calls["start_ns"][rows]
+    rows = np.flatnonzero(is_kind(calls["kind"], SUBMITTING)).astype(np.int32)  # kept as long as the page is made
+    start = calls["start_ns"][rows] if len(rows) < calls.rows else calls["start_ns"]
     shown = (recording.calls, recording.executions, recording.transfers, recording.server_calls)
     tables = [one for one in shown if one.rows]
     low = min((int(one["start_ns"].min()) for one in tables), default=0)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvprobe.recordings.assemble import codes, is_kind, pairs, positions
+from kvprobe.recordings.assemble import codes, distinct, is_kind, pairs, positions
 from kvprobe.recordings.intervals import in_time
 from kvprobe.recordings.model import SUBMITTING, CallKind, Engine, Recording, Table
 from kvprobe.reporting import streams
@@ -44,16 +44,27 @@ WAITS = 1500  # of which the page knows what they waited for; the longest
 
 @dataclass(frozen=True)
 class _Row:
-    """A thread, a stream, a GPU or a thread's ranges; the columns are those of what it did, ascending by start."""
+    """A thread, a stream, a GPU or a thread's ranges: what it did, ascending by start."""
 
     label: str
-    start: Array
-    end: Array
-    style: Array  # an index into `lanes.STYLES`
-    rows: Array  # in `calls` or `executions`; of a lane of its own, positions in `text`
+    times: tuple[Array, Array]  # starts and ends of all `calls` or `executions`; there may be millions, so no copy
+    style: Array  # of what it did, an index into `lanes.STYLES`
+    rows: Array  # the same, in `times`; of a lane of its own, in `text` as well
     thread: bool
     text: Sequence[str] | None = None  # what each is called, of a lane of its own
     own: bool = False  # of kvprobe, not of the program
+
+    @property
+    def start(self) -> Array:
+        """Of what it did, ns; not kept."""
+        begins: Array = self.times[0][self.rows]
+        return begins
+
+    @property
+    def end(self) -> Array:
+        """As `start`."""
+        ends: Array = self.times[1][self.rows]
+        return ends
 
     @property
     def wait(self) -> Array:
@@ -78,7 +89,7 @@ def rows_chart(
     edges = np.linspace(start, end, SLICES + 1)
     names: dict[str, int] = {}
     items, stacks, waits = _items(recording, shown, findings, start, names)
-    drawn = sorted({int(style) for row in shown for style in np.unique(row.style).tolist()})
+    drawn = sorted({style for row in shown for style in distinct(row.style)})
     spec = {
         "kind": "rows",
         "group": "time",
@@ -138,17 +149,16 @@ def _many(count: int, what: str) -> str:
 
 
 def _lane(lane: Lane) -> _Row:
-    return _Row(lane.label, lane.start, lane.end, lane.style, np.arange(len(lane.start)), False, lane.text)
+    return _Row(lane.label, (lane.start, lane.end), lane.style, np.arange(len(lane.start)), False, lane.text)
 
 
 def _busy(row: _Row, edges: Array) -> dict[int, str]:
     """How busy each slice was, by style."""
-    if not len(row.style):
-        return {}
+    start, end = row.times
     out = {}
-    for style in np.unique(row.style).tolist():
-        mine = row.style == style
-        out[int(style)] = _short(_digits(row.start[mine], row.end[mine], edges))
+    for style in distinct(row.style):
+        mine = row.rows[row.style == style]
+        out[style] = _short(_digits(start[mine], end[mine], edges))
     return out
 
 
@@ -161,15 +171,22 @@ def _covered(start: Array, end: Array) -> float:
     """Time in which at least one was under way: calls nest, and transfers of a stream overlap."""
     if not len(start):
         return 0.0
-    before = np.concatenate((start[:1], np.maximum.accumulate(end)[:-1]))
-    return float(np.maximum(end - np.maximum(start, before), 0).sum())
+    own = np.empty_like(end)  # in place: there may be millions
+    own[0] = start[0]
+    np.maximum.accumulate(end[:-1], out=own[1:])
+    np.maximum(start, own, out=own)
+    np.subtract(end, own, out=own)
+    return float(np.maximum(own, 0, out=own).sum())
 
 
 def _listed(row: _Row, whole: tuple[float, float]) -> list[Any]:
     """A row of the table; what lies outside of the recording's calls and executions, as the rest of a range, is cut."""
     start, end = np.clip(row.start, *whole), np.clip(row.end, *whole)
     spent, span = end - start, max(whole[1] - whole[0], 1.0)
-    work, wait = (_covered(start[mask], end[mask]) for mask in (~row.wait, row.wait))
+    waits = row.wait
+    work, wait = _covered(start, end), 0.0
+    if waits.any():
+        work, wait = (_covered(start[mask], end[mask]) for mask in (~waits, waits))
     return [
         row.label,
         (count_text(len(spent)), len(spent)),
@@ -197,13 +214,14 @@ def _threads(recording: Recording, findings: Sequence[Finding]) -> tuple[list[_R
     calls = recording.calls
     owners, place = pairs(calls["process"], calls["thread"])
     named = streams.thread_names(recording)
-    everybody = positions(place, len(owners))
+    everybody = [part.astype(np.int32) for part in positions(place, len(owners))]
     program = [part for part in everybody if not streams.recorders_thread(named.get(_owner(calls, part), ""))]
     told = set(place[[call.row for finding in findings for call in finding.calls]].tolist())
     parts, more = _busiest(
         program or everybody, calls["start_ns"], calls["end_ns"], lambda part: int(place[part[0]]) in told
     )
     several = recording.processes.rows > 1
+    times = calls["start_ns"], calls["end_ns"]
     out = []
     for part in parts:
         process, thread = _owner(calls, part)
@@ -213,7 +231,7 @@ def _threads(recording: Recording, findings: Sequence[Finding]) -> tuple[list[_R
         style = np.where(is_kind(calls["kind"][part], _WORK), WORK, WAIT).astype(np.uint8)
         style[is_kind(calls["kind"][part], _MEMORY)] = MEMORY
         own = streams.submitters_thread(named.get((process, thread), ""))
-        out.append(_Row(label, calls["start_ns"][part], calls["end_ns"][part], style, part, True, own=own))
+        out.append(_Row(label, times, style, part, True, own=own))
     return out, more
 
 
@@ -241,9 +259,9 @@ def _streams(recording: Recording) -> tuple[list[_Row], int]:
     parts, more = _busiest(known, start, end)
     out = []
     for part in parts:
-        part = in_time(part, start)
+        part = in_time(part.astype(np.int32), start)
         label = streams.stream_name(recording, int(stream[part[0]]))
-        out.append(_Row(label, start[part], end[part], style[part], part, False))
+        out.append(_Row(label, (start, end), style[part], part, False))
     return out, more
 
 
@@ -305,14 +323,14 @@ def _items(
             part = np.union1d(part, np.flatnonzero((asked[at] == ids) & (ids >= 0)))
         if row.text is None and len(ends):
             part = np.union1d(part, np.flatnonzero(np.isin(row.rows, waiting if row.thread else ends)))
-        part = part[np.argsort(row.start[part], kind="stable")]
+        part = part[np.argsort(row.times[0][row.rows[part]], kind="stable")]
         where = row.rows[part]
         if row.text is None:
             (at_call if row.thread else at_execution).update(
                 zip(where.tolist(), range(len(columns["t"]), len(columns["t"]) + len(part)), strict=True)
             )
         columns["row"] += [number] * len(part)
-        columns["t"] += np.round(row.start[part] - origin).astype(np.int64).tolist()
+        columns["t"] += np.round(row.times[0][where] - origin).astype(np.int64).tolist()
         columns["d"] += spent[part].tolist()
         columns["w"] += row.style[part].tolist()
         columns["n"] += [names.setdefault(text, len(names)) for text in _texts(recording, row, where)]
@@ -382,11 +400,11 @@ def _stacks(recording: Recording, row: _Row, part: Array) -> dict[int, str]:
     process, thread = calls["process"][row.rows[0]], calls["thread"][row.rows[0]]
     mine = np.flatnonzero((table_["process"] == process) & (table_["thread"] == thread))
     at = np.searchsorted(row.start, table_["time_ns"][mine], side="right") - 1
-    wanted = set(part.tolist())
+    wanted, end = set(part.tolist()), row.end
     return {
         position: recording.text(int(table_["stack"][one]))
         for one, position in zip(mine.tolist(), at.tolist(), strict=True)
-        if position in wanted and table_["time_ns"][one] <= row.end[position]
+        if position in wanted and table_["time_ns"][one] <= end[position]
     }
 
 
