@@ -196,7 +196,7 @@ def shift(before: Array, after: Array, at: float, rng: np.random.Generator) -> S
 
 
 def interval(moved: Shift) -> str:
-    """The interval of a change, in the same words as the change; of what is unchanged, in percent of the time before."""
+    """The interval of a change, in the same words as the change; of an unchanged time, in percent of it."""
     if moved.verdict == "same":
         return f"{moved.low - 1:+.0%} to {moved.high - 1:+.0%}"
     low, high = (moved.low, moved.high) if moved.ratio >= 1 else (1 / moved.high, 1 / max(moved.low, 1e-9))
