@@ -185,7 +185,8 @@ def _left(joined: JoinedRecording) -> Finding | None:
         return joined.line_question(CAUSE, title, gpu, loss, evidence, lacks)
     part = "all this time" if first.ns == lost else f"for {ms(first.ns)} of this wait"
     title = f"The GPU waited {{lost}} for the host, {of_the_time(lost, gpu)}: {part}, {first.title}"
-    cure = [_of_part(change, _saved(gpu, part) / lost) for part in parts[:3] for change in part.cure]
+    matter = [part for part in parts[:3] if 100 * part.ns >= lost]
+    cure = [_of_part(change, _saved(gpu, part) / lost) for part in matter for change in part.cure]
     return joined.line_finding(CAUSE, title, gpu, loss, evidence=evidence, cure=cure)
 
 
