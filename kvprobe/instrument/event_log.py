@@ -85,9 +85,10 @@ class _File:
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        # Both to be taken again: a signal's handler may flush, too.
+        self.lock = threading.RLock()
         # Of whoever flushes. Else one that finds nothing left returns, and the process ends, while another still makes
-        # what it took. To be taken again: a signal's handler may flush, too.
+        # what it took.
         self.flushing = threading.RLock()
         self.later: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque(maxlen=_MAX_LATER)
         self.events: list[Event] = []

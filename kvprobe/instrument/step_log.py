@@ -24,12 +24,12 @@ _lines_of = ""
 _ASK_AGAIN_NS = 100_000_000
 _HELD_BYTES = 65_536  # of lines: what one flush makes is written at its end
 _answer = 0, False  # of `wanted`, and until when it is good
-_lock = threading.Lock()
+_lock = threading.RLock()  # to be taken again: a signal's handler may flush while its thread writes
 
 
 def _after_fork() -> None:
     global _lines, _lines_of, _lock
-    _lines, _lines_of, _lock = None, "", threading.Lock()
+    _lines, _lines_of, _lock = None, "", threading.RLock()
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -89,7 +89,7 @@ def lines(recording: Recording, found: Witnessed) -> list[str]:
 
 
 def _which(level: int) -> str:
-    return f"of each {2**level} one was looked at" if level else "all were looked at"
+    return f"one in {2**level} was looked at" if level else "all were looked at"
 
 
 def _limits(recording: Recording, found: Witnessed) -> list[str]:

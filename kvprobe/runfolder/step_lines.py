@@ -137,9 +137,8 @@ class StepLines:
 
     def write(self) -> None:
         """Puts into the file what is held."""
-        data = "".join(f"{line}\n" for line in self._held).encode(errors="replace")
-        self._held.clear()
-        self._held_bytes = 0
+        held, self._held, self._held_bytes = self._held, [], 0
+        data = "".join(f"{line}\n" for line in held).encode(errors="replace")
         if self.dead or not data:
             return
         try:

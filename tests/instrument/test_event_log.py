@@ -102,6 +102,25 @@ def test_a_flush_waits_for_what_another_thread_is_making(folder):
     assert [event.get("id") for event in found] == [None, 1]
 
 
+@pytest.mark.parametrize("held", ["event_log._file.lock", "step_log._lock"])
+def test_a_signal_handler_may_flush_while_its_thread_writes(tmp_path, held):
+    """A server that flushes as it ends must not wait for itself. The alarm ends a process that does."""
+    program = f"""
+import os, signal
+from kvprobe.instrument import event_log, step_log
+signal.signal(signal.SIGTERM, lambda *_: event_log.flush())
+signal.alarm(60)
+step_log.told((1, 2), 7, "decode", ["r"])
+with {held}:
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+    env = {**os.environ, "KVPROBE_RUN": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    (steps,) = tmp_path.glob("steps-*.jsonl")
+    assert '"step":7' in steps.read_text()
+
+
 def test_the_writer_is_woken_again_after_nothing_came_for_a_while(folder, monkeypatch):
     monkeypatch.setattr(event_log, "_FLUSH_SECONDS", 0.001)
     for number in range(3):
