@@ -54,8 +54,9 @@ def copies(device: str, total: int, rounds: int) -> dict[str, Any]:
         host = ct.c_void_p(array.ctypes.data)
         to, source = (there, host) if kind == TO_DEVICE else (host, there)
         began = time.perf_counter()
-        if runtime.cudaMemcpy(to, source, ct.c_size_t(total), kind) or runtime.cudaDeviceSynchronize():
-            raise SystemExit(f"{name}: an error")
+        failed = runtime.cudaMemcpy(to, source, ct.c_size_t(total), kind) or runtime.cudaDeviceSynchronize()
+        if failed:
+            raise SystemExit(f"{name}: error {failed}")
         rates.setdefault(name, []).append(total / (time.perf_counter() - began) / 1e9)
 
     given = np.arange(total // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -64,12 +65,12 @@ def copies(device: str, total: int, rounds: int) -> dict[str, Any]:
     same = True
     for turn in range(rounds):
         copied("up", TO_DEVICE, given)
-        with mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-            fresh = np.frombuffer(memory, np.uint64)
-            copied("down, without pages", TO_HOST, fresh)
-            if turn in (0, rounds - 1):
-                same &= bool(np.array_equal(fresh, given))
-            del fresh
+        memory = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        fresh = np.frombuffer(memory, np.uint64)
+        copied("down, without pages", TO_HOST, fresh)
+        if turn in (0, rounds - 1):
+            same &= bool(np.array_equal(fresh, given))
+        del fresh, memory
         copied("down, written before", TO_HOST, touched)
     return {"rates": rates, "same": same and bool(np.array_equal(touched, given))}
 

@@ -35,6 +35,7 @@
 #define FIRST_NS 1e12   /* the first mark that is read, on the device's clock: another stream's may be older */
 #define FILL_EVENTS 256 /* at a time: 2 us each, and marks want to be read */
 #define READ_TICKS 4    /* each question takes locks that the program's submissions want */
+#define LOCK_TRIES 1000 /* some microseconds: whoever has it longer is in the driver */
 #define RELAXED 2
 #define HELPER_TRIES 10000 /* of 0.1 ms, that an exit waits for the helper to leave */
 
@@ -189,14 +190,38 @@ static void consume(struct mark_context *c, struct mark_stream *s, struct mark *
     write_span(s, &span);
 }
 
-/* Reads the stream's marks that are over, in order; its lock is held. 0: an error ended that. */
-static int read_stream(struct mark_context *c, struct mark_stream *s) {
+/* What reading a stream came to, and whether its lock is still held. */
+enum outcome { READ, FAILED, LOCK_LOST };
+
+/* Asks the driver for the oldest mark with the stream's lock let go: where the driver keeps a call of the program, in a
+ * full queue, the question waits as long, and what the program submits meanwhile finds the lock free. Afterwards the
+ * mark may be somebody else's. In simulated time the caller is the program itself. */
+static enum outcome ask(struct mark_context *c, struct mark_stream *s, int *state, double *t) {
+    struct mark *m = s->head;
+    uint64_t entry_ns = m->entry_ns;
+    int lets_go = !kvp_mark_synchronous, tries = 0;
+    if (lets_go) kvp_mark_release(s);
+    *state = kvp_mark_driver.cuEventQuery(m->event);
+    *t = *state ? -1 : time_of(c, m);
+    if (!lets_go) return READ;
+    while (!kvp_mark_try(s)) {
+        if (++tries == LOCK_TRIES) return LOCK_LOST;
+        kvp_mark_relax();
+    }
+    if (s->head == m && m->entry_ns == entry_ns) return READ;
+    kvp_mark_release(s);
+    return LOCK_LOST;
+}
+
+/* Reads the stream's marks that are over, in order; its lock is held. */
+static enum outcome read_stream(struct mark_context *c, struct mark_stream *s) {
     while (s->head) {
         struct mark *m = s->head;
-        int state = kvp_mark_driver.cuEventQuery(m->event);
-        if (state == MARK_NOT_READY) return 1;
-        double t = state ? -1 : time_of(c, m);
-        if (t < 0) return 0;
+        int state;
+        double t;
+        if (ask(c, s, &state, &t) == LOCK_LOST) return LOCK_LOST;
+        if (state == MARK_NOT_READY) return READ;
+        if (t < 0) return FAILED;
         s->head = m->next;
         if (!s->head) s->tail = NULL;
         consume(c, s, m, t);
@@ -207,7 +232,7 @@ static int read_stream(struct mark_context *c, struct mark_stream *s) {
         } else
             kvp_mark_give(c, m);
     }
-    return 1;
+    return READ;
 }
 
 /* ---- stretches ----------------------------------------------------------------------------------------------- */
@@ -314,12 +339,16 @@ static void look(int number, uint64_t now, int reads, int closing) {
             to = 0;
             continue;
         }
-        int fine = !reads || read_stream(c, s);
-        if (!kvp_watch.captures && !held && fine) end_stale(s, now);
+        enum outcome outcome = reads ? read_stream(c, s) : READ;
+        if (outcome == LOCK_LOST) {
+            to = 0;
+            continue;
+        }
+        if (!kvp_watch.captures && !held && outcome == READ) end_stale(s, now);
         uint64_t known = through(c, s, limit);
         if (known < to) to = known;
         kvp_mark_release(s);
-        if (!fine) {
+        if (outcome == FAILED) {
             kvp_mark_pause(REASON_ERROR);
             atomic_store(&stopping, 1);
             break;
@@ -424,17 +453,21 @@ void kvp_marks_start(void) {
     kvp_watch.marks = 1;
 }
 
-/* The helper may be recording just now: it is waited for, until it has seen that. */
-void kvp_marks_hold(void) {
-    atomic_fetch_add(&held, 1);
-    kvp_mark_pause(REASON_CAPTURE);
-    for (int tries = 0; atomic_load(&owner) && tries < 1000; tries++) {
+void kvp_marks_await_reader(void) {
+    for (int tries = 0; atomic_load(&owner) == (int)getpid() && tries < 1000; tries++) {
         if (!pthread_mutex_trylock(&reading)) {
             pthread_mutex_unlock(&reading);
             return;
         }
         nanosleep(&(struct timespec){0, 100000}, NULL);
     }
+}
+
+/* The helper may be recording just now: it is waited for, until it has seen that. */
+void kvp_marks_hold(void) {
+    atomic_fetch_add(&held, 1);
+    kvp_mark_pause(REASON_CAPTURE);
+    kvp_marks_await_reader();
 }
 
 void kvp_marks_go_on(void) {

@@ -625,7 +625,8 @@ void kvp_marks_context_ends(void) {
         if (atomic_load(&s->key)) forget(s);
         kvp_mark_release(s);
     }
-    /* their events went with them; the places are not used again */
+    kvp_marks_await_reader(); /* it may be asking for one of their events */
+    /* their events go with them; the places are not used again */
     for (int i = 0; i < atomic_load(&kvp_mark_context_count); i++) {
         kvp_mark_contexts[i].ready = 0;
         put(kvp_mark_contexts[i].handle, (void *)&kvp_mark_contexts[i]);

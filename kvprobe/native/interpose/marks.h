@@ -180,6 +180,7 @@ void kvp_mark_pool(struct mark_context *c, int more); /* makes so many, where th
 void kvp_mark_settle(struct mark_stream *s, uint32_t ended);
 void kvp_mark_reader_start(void);                   /* the thread, once; in simulated time there is none */
 void kvp_mark_step(int closing);                    /* reads what is over */
+void kvp_marks_await_reader(void);                  /* until the helper asks nothing, for 0.1 s at most */
 void kvp_mark_pause(enum mark_reason reason);       /* from now on nothing is marked */
 int kvp_mark_follows(const struct mark_context *c); /* 1: a stream that is met only now was idle when this began */
 extern _Atomic int kvp_mark_synchronous;            /* simulated time: the program's own calls read */
