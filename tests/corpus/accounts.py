@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes as ct
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 
 from device import H2D, Device, now
@@ -42,6 +42,41 @@ class Spent:
         kernels = self.device.kernel_ns - self.kernel_ns  # 0 where torch launches them
         lines = {**({"computing": kernels} if kernels else {}), **self.lines}
         return {"window_ns": window, **{line: round(ns / window, 4) for line, ns in lines.items()}}
+
+
+class Stretches:
+    """What passed on a stream of the device between two places in it, all such stretches together, by its events.
+
+    Attributes:
+        ns: of the stretches that were read; a stretch can be read when the device has passed its end.
+    """
+
+    def __init__(self, d: Device, stream: int | None = None) -> None:
+        self.device, self.stream = d, d.compute if stream is None else stream
+        self.ns, self.opened, self.pairs = 0, 0, deque[tuple[int, int]]()
+
+    def begin(self) -> None:
+        self.opened = self.device.mark(self.stream)
+
+    def end(self) -> None:
+        """Ends the stretch that was begun last, if there is one."""
+        if self.opened:
+            self.pairs.append((self.opened, self.device.mark(self.stream)))
+        self.opened = 0
+
+    def read(self, keep: int = 0) -> int:
+        """Adds up all stretches but the last `keep`, over which the device may still be."""
+        while len(self.pairs) > keep:
+            self.ns += self.device.between(*self.pairs.popleft())
+        return self.ns
+
+
+def going(ns: int = 2_100_000_000) -> Iterator[int]:
+    """Numbers of steps until so much time has passed."""
+    begin, step = now(), 0
+    while now() - begin < ns:
+        yield step
+        step += 1
 
 
 class Pool:

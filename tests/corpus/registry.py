@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as ct
+import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -59,8 +60,8 @@ class Program:
         or_lines: lines that a sound account may show as the largest instead, where the border is a matter of wording.
         prepare: done before the recording's window, where the recorder has one: imports, first calls.
         needs_gpu: the host runtime lacks what it uses.
-        series: which set of programs it belongs to; `fresh`, `blind` and `unseen` ones were written without
-            knowledge of the diagnosis.
+        series: which set of programs it belongs to; `fresh`, `blind`, `unseen` and `served` ones were written
+            without knowledge of the diagnosis.
         blind: recorders that cannot tell its line from others of the same kind (copies, host), nor its causes.
         undecided_in: recorders of which "undecided" is right, too.
     """
@@ -120,6 +121,31 @@ def blind_program(*causes: str, **what: Any) -> Callable[[Callable[[Device], Tru
 def unseen(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], Callable[[Device], Truth]]:
     """As `program`, for a program of the unseen set."""
     return program(*causes, series="unseen", **what)
+
+
+def served(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], Callable[[Device], Truth]]:
+    """As `program`, for a program of the served set, which fails on a GPU where its own account is not plain."""
+
+    def register(body: Callable[[Device], Truth]) -> Callable[[Device], Truth]:
+        @functools.wraps(body)
+        def told(d: Device) -> Truth:
+            truth = body(d)
+            if d.gpu:
+                plain(d.spent.account(), what["line"], what.get("or_lines", ()))
+            return truth
+
+        return program(*causes, series="served", **what)(told)
+
+    return register
+
+
+def plain(account: dict[str, float], line: str, or_lines: tuple[str, ...] = ()) -> None:
+    """Raises unless the account shows a quarter of the window lost to these lines, or four fifths of it not lost."""
+    calm = line in (COMPUTING, NOTHING_TO_DO)
+    lines, least = ((COMPUTING, NOTHING_TO_DO), 0.8) if calm else ((line, *or_lines), 0.25)
+    share = sum(account.get(one, 0.0) for one in lines)
+    if share < least or (not calm and account.get(COMPUTING, 0.0) > 1 - least):
+        raise RuntimeError(f"the truth is not plain: {line} has {share:.0%} of the window, {account}")
 
 
 def in_thread(body: Callable[[], object]) -> threading.Thread:

@@ -17,7 +17,8 @@ from fresh_shapes import FRESH
 from grade import FORMATS, grade, unpack
 from later_shapes import LATER
 from programs import PROGRAMS
-from registry import LINES
+from registry import LINES, plain
+from served_shapes import SERVED
 from unseen_shapes import UNSEEN
 
 from kvprobe.diagnosis import CAUSES, examine
@@ -121,6 +122,51 @@ def test_unseen_programs_say_their_truth_and_are_a_set_of_their_own():
     named = {cause for program in UNSEEN.values() for cause in (*program.causes, *program.also, *program.like)}
     assert named <= set(CAUSES)
     assert not [program.name for program in UNSEEN.values() if program.blind and program.expected(program.blind[0])]
+
+
+def test_served_programs_say_their_truth_and_are_a_set_of_their_own():
+    assert len(SERVED) == 24 and sum(program.healthy for program in SERVED.values()) == 8
+    assert not SERVED.keys() & (LATER.keys() | FRESH.keys() | BLIND.keys() | UNSEEN.keys())
+    assert {line for program in SERVED.values() for line in (program.line, *program.or_lines)} <= set(LINES)
+    assert all(program.why.endswith(".") and program.like for program in SERVED.values())
+    named = {cause for program in SERVED.values() for cause in (*program.causes, *program.also, *program.like)}
+    assert named <= set(CAUSES)
+    assert not [name for name, one in SERVED.items() if {*one.like} & {*one.causes, *one.also}]
+
+
+@pytest.mark.timeout(120)
+def test_served_programs_run_to_their_end_with_the_bytes_that_they_were_to_move():
+    """For a twentieth of their time, on the host runtime; programs check their bytes themselves."""
+    build.build()
+    names = [name for name, one in SERVED.items() if not one.needs_gpu]
+    body = (
+        "import json, sys; import accounts; accounts.going.__defaults__ = (100_000_000,)\n"
+        "import programs; from device import Device; d = Device()\n"
+        "for name in sys.argv[1:]: programs.prepare(name, d); print(json.dumps(programs.run(name, d)))"
+    )
+    command = [sys.executable, "-c", body, *names]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    assert done.returncode == 0, done.stderr
+    said = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [one["program"] for one in said] == names
+    for one in said:
+        assert one["account"].get(one["line"], 0) > 0, one
+        assert {*one["lost_ns"]} == {*SERVED[one["program"]].causes}, one
+
+
+def test_a_served_program_whose_trouble_is_not_plain_is_refused():
+    python, pageable = "waiting_for_host.python", "waiting_for_host.pageable"
+    plain({"computing": 0.7, python: 0.26}, python)
+    plain({"computing": 0.7, python: 0.2, pageable: 0.06}, python, (pageable,))
+    plain({"computing": 0.3, "nothing_to_do": 0.6}, "nothing_to_do")
+    for account, line in (
+        ({"computing": 0.7, python: 0.24}, python),
+        ({"computing": 0.8, python: 0.3}, python),  # hidden behind kernels
+        ({"computing": 0.7, pageable: 0.3}, python),
+        ({"computing": 0.79, python: 0.1}, "computing"),
+    ):
+        with pytest.raises(RuntimeError, match="not plain"):
+            plain(account, line)
 
 
 @pytest.mark.timeout(60)
