@@ -42,6 +42,11 @@ def test_a_refused_store_that_waited_leaves_tails_to_other_callers(seed: int) ->
     play(seed, 1)
 
 
+def test_marks_without_an_event_do_not_outgrow_their_line() -> None:
+    """Events bound how many marks the shared stream has; where recording them fails, marks were without bound."""
+    play(1000494381, 1, length=16)
+
+
 def test_a_recording_of_more_streams_than_it_keeps_apart_knows_every_transfer() -> None:
     """Of a stream beyond those 256 sums it knows calls and bytes alone, and the check did not look there."""
     assert chunk((72008456, 64, 1, 40, None))["wrong"] == []

@@ -363,6 +363,46 @@ static void *event_wait(kvp_submitter *s, int d) {
     }
 }
 
+enum { CHUNK = 1024, EVENTS = 64 };
+
+/* A caller adds at most EVENTS + 1 marks in one go, and a few callers may do so at once. */
+#define SHARED_MARKS (MARKERS - 4 * (EVENTS + 1))
+
+struct place {
+    kvp_submitter *s;
+    int d;
+};
+
+static int some_space(void *place) {
+    const struct place *at = place;
+    struct direction *dir = &at->s->direction[at->d];
+    if (atomic_load(&at->s->broken)) return 1;
+    if (pthread_mutex_trylock(&dir->shared_lock)) return 0;
+    int some = dir->shared.tail - dir->shared.head <= SHARED_MARKS;
+    pthread_mutex_unlock(&dir->shared_lock);
+    return some;
+}
+
+/* Waits until the shared line has space for a caller's marks: one whose event could not be recorded holds no event, so
+ * events do not bound them. False: the device was lost. */
+static bool space_wait(kvp_submitter *s, int d) {
+    struct place at = {s, d};
+    for (;;) {
+        uint32_t seen = atomic_load(&s->changed);
+        lock_shared(s, &s->direction[d]);
+        bool some = s->direction[d].shared.tail - s->direction[d].shared.head <= SHARED_MARKS;
+        pthread_mutex_unlock(&s->direction[d].shared_lock);
+        if (atomic_load(&s->broken)) return false;
+        if (some) return true;
+        kvp_retire_shared(s, d);
+        if (some_space(&at)) continue;
+        if (s->threaded)
+            sleep_on(&s->changed, seen, 50000);
+        else if (s->config.run_until(some_space, &at, UINT64_MAX))
+            return false;
+    }
+}
+
 static void add_shared_marker(struct direction *dir, struct kvp_job *j, void *event, void *start, void *stream,
                               uint32_t places, bool all, uint64_t idle_ns) {
     struct marker *m = &dir->shared.marker[dir->shared.tail % MARKERS];
@@ -387,8 +427,6 @@ static void leave_shared(kvp_submitter *s, struct direction *dir, struct kvp_job
     (void)dir;
     kvp_changed(s);
 }
-
-enum { CHUNK = 1024, EVENTS = 64 };
 
 /* What the caller's own thread submits to the shared stream in one call. */
 struct shared_run {
@@ -501,10 +539,16 @@ static void mark_run(kvp_submitter *s, struct direction *dir, struct kvp_job *j,
         kvp_event_give(s, last);
         last = NULL;
     }
+    uint32_t marked = r->events;
+    if (!space_wait(s, j->direction)) { /* a lost device ends all jobs without their marks */
+        if (last) kvp_event_give(s, last);
+        if (run->start) kvp_event_give(s, run->start);
+        last = run->start = NULL, marked = 0, cover = false;
+    }
     lock_shared(s, dir);
     if (all) leave_shared(s, dir, j, last);
     for (uint32_t i = 0; i < run->taken; i++) {
-        if (i < r->events) {
+        if (i < marked) {
             uint32_t places = every + 1 + (run->start != NULL);
             add_shared_marker(dir, j, run->events[i], run->start, run->stream, places, false,
                               run->idle ? run->begin_ns : 0);
