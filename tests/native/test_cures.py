@@ -81,7 +81,7 @@ def test_a_program_sees_the_same_with_staged_copies(program: Path, libraries: Pa
     assert len(list(tmp_path.glob("events-*.jsonl"))) == 1, "a forked child decides nothing"
 
 
-@pytest.mark.parametrize("what", ["large", "large-refusals"])
+@pytest.mark.parametrize("what", ["large", "large-driver", "large-refusals"])
 def test_a_large_copy_is_tried_both_ways_part_by_part(
     program: Path, libraries: Path, tmp_path: Path, what: str
 ) -> None:
