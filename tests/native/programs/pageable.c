@@ -430,7 +430,7 @@ static void resets(void) {
     }
     /* A busy machine makes them later. Of a size that was not tried yet: what does not pay on a busy machine rests. */
     kvhost_stats stats = {0};
-    for (unsigned i = 0; stats.pinned_bytes < 16 * MIB && now() < until; i++) {
+    for (unsigned i = 0; stats.pinned_bytes < 32 * MIB && now() < until; i++) {
         there_and_back(at, back, MIB / 4, i);
         kvhostStats(&stats);
     }
