@@ -1,15 +1,16 @@
 """Large copies of pageable memory, and a program that needs no cure, with and without `kvprobe run --fix auto` in turn.
 
-    python benchmarks/large_copies.py [--device cuda|host] [--gib 4 16] [--rounds 3] [--module] [--pairs 20]
+    python benchmarks/large_copies.py [--device cuda|host] [--gib 4 16] [--rounds 3] [--driver]
+        [--module] [--pairs 20]
 
-`copies`: one process copies so many GiB by cudaMemcpy: up, down to memory that was written before, down to memory whose
-pages are not there yet; all bytes of the first and last copy down are compared. `module` (with --module): a torch
-module of 16 weights of 256 MiB goes to the CPU and back by `Module.to`, blocking, in pageable memory. `healthy`: steps
-of products with small pinned copies both ways, no copy of pageable memory; pairs of processes with and without take
-turns at going first.
+`copies`: one process copies so many GiB by cudaMemcpy (--driver: by cuMemcpyHtoD and cuMemcpyDtoH): up, down to memory
+that was written before, down to memory whose pages are not there yet; all bytes of the first and last copy down are
+compared. `module` (with --module): a torch module of 16 weights of 256 MiB goes to the CPU and back by `Module.to`,
+blocking, in pageable memory. `healthy`: steps of products with small pinned copies both ways, no copy of pageable
+memory; pairs of processes with and without take turns at going first.
 
-Printed: GB/s of each copy; of the healthy program the median step of each process, and the ratio. `--device host` tries
-the script: its figures mean nothing.
+Printed: GB/s of each copy, and of pinned memory (the link); of the healthy program the median step of each process, and
+the ratio. `--device host` tries the script: its figures mean nothing.
 
 Exit code 1: bytes differ; or on a GPU the healthy program's median ratio is above 1.01.
 """
@@ -38,26 +39,55 @@ STEPS, HEALTHY = 400, 1.01
 # ---- the programs ----------------------------------------------------------------------------------------------------
 
 
-def copies(device: str, total: int, rounds: int) -> dict[str, Any]:
+class Copier:
+    """Copies between one piece of device memory and the host's, by the runtime or by the driver."""
+
+    def __init__(self, device: str, total: int, by_driver: bool) -> None:
+        import kvprobe
+
+        path = kvprobe.find_runtime(device).path
+        self._runtime, self._total, self._by_driver = ct.CDLL(path), total, by_driver
+        self._driver = ct.CDLL("libcuda.so.1" if device == "cuda" else path)
+        self._there = ct.c_void_p()
+        if self._runtime.cudaMalloc(ct.byref(self._there), ct.c_size_t(total)):
+            raise SystemExit("no memory on the GPU")
+
+    def copy(self, kind: int, address: int, size: int) -> float:
+        """GB/s."""
+        there, host = self._there, ct.c_void_p(address)
+        to, source = (there, host) if kind == TO_DEVICE else (host, there)
+        began = time.perf_counter()
+        if self._by_driver:
+            call = self._driver.cuMemcpyHtoD_v2 if kind == TO_DEVICE else self._driver.cuMemcpyDtoH_v2
+            error = call(to, source, ct.c_size_t(size))
+        else:
+            error = self._runtime.cudaMemcpy(to, source, ct.c_size_t(size), kind)
+        if error or self._runtime.cudaDeviceSynchronize():
+            raise SystemExit("an error")
+        return size / (time.perf_counter() - began) / 1e9
+
+    def link(self) -> dict[str, list[float]]:
+        """The same of pinned memory, the best of eight."""
+        host, size = ct.c_void_p(), min(self._total, 256 << 20)
+        if self._runtime.cudaHostAlloc(ct.byref(host), ct.c_size_t(size), 0):
+            raise SystemExit("no pinned memory")
+        best = {
+            name: [max(self.copy(kind, host.value or 0, size) for _ in range(8))]
+            for name, kind in (("link up", TO_DEVICE), ("link down", TO_HOST))
+        }
+        self._runtime.cudaFreeHost(host)
+        return best
+
+
+def copies(device: str, total: int, rounds: int, by_driver: bool) -> dict[str, Any]:
     """One process: GB/s of each copy, by what it was."""
     import numpy as np
 
-    import kvprobe
-
-    runtime = ct.CDLL(kvprobe.find_runtime(device).path)
-    there = ct.c_void_p()
-    if runtime.cudaMalloc(ct.byref(there), ct.c_size_t(total)):
-        raise SystemExit("no memory on the GPU")
-    rates: dict[str, list[float]] = {}
+    copier = Copier(device, total, by_driver)
+    rates = copier.link()
 
     def copied(name: str, kind: int, array: Any) -> None:
-        host = ct.c_void_p(array.ctypes.data)
-        to, source = (there, host) if kind == TO_DEVICE else (host, there)
-        began = time.perf_counter()
-        failed = runtime.cudaMemcpy(to, source, ct.c_size_t(total), kind) or runtime.cudaDeviceSynchronize()
-        if failed:
-            raise SystemExit(f"{name}: error {failed}")
-        rates.setdefault(name, []).append(total / (time.perf_counter() - began) / 1e9)
+        rates.setdefault(name, []).append(copier.copy(kind, array.ctypes.data, total))
 
     given = np.arange(total // 8, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     touched = np.zeros(total // 8, np.uint64)
@@ -65,12 +95,12 @@ def copies(device: str, total: int, rounds: int) -> dict[str, Any]:
     same = True
     for turn in range(rounds):
         copied("up", TO_DEVICE, given)
-        memory = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        fresh = np.frombuffer(memory, np.uint64)
-        copied("down, without pages", TO_HOST, fresh)
-        if turn in (0, rounds - 1):
-            same &= bool(np.array_equal(fresh, given))
-        del fresh, memory
+        with mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+            fresh = np.frombuffer(memory, np.uint64)
+            copied("down, without pages", TO_HOST, fresh)
+            if turn in (0, rounds - 1):
+                same &= bool(np.array_equal(fresh, given))
+            del fresh
         copied("down, written before", TO_HOST, touched)
     return {"rates": rates, "same": same and bool(np.array_equal(touched, given))}
 
@@ -126,6 +156,7 @@ def healthy(device: str) -> dict[str, Any]:
 def run(asked: argparse.Namespace, program: str, cured: bool, gib: float = 0) -> dict[str, Any]:
     """One program with or without the cure; with it, what the cure says of itself."""
     own = [sys.executable, __file__, "--device", asked.device, "--rounds", str(asked.rounds), "--program", program]
+    own += ["--driver"] if asked.driver else []
     own += ["--gib", str(gib)] if gib else []
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     with tempfile.TemporaryDirectory() as folder:
@@ -184,6 +215,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "host"), default="cuda")
     parser.add_argument("--gib", type=float, nargs="*", default=[4, 16])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--driver", action="store_true")
     parser.add_argument("--module", action="store_true")
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--program", choices=("copies", "module", "healthy"), help=argparse.SUPPRESS)
@@ -191,7 +223,7 @@ def main() -> int:
     if asked.program:
         one: dict[str, Any]
         if asked.program == "copies":
-            one = copies(asked.device, int(asked.gib[0] * GIB) // 4096 * 4096, asked.rounds)
+            one = copies(asked.device, int(asked.gib[0] * GIB) // 4096 * 4096, asked.rounds, asked.driver)
         else:
             one = module(asked.rounds) if asked.program == "module" else healthy(asked.device)
         print(json.dumps(one))

@@ -339,10 +339,11 @@ def run_soak(asked: argparse.Namespace) -> int:
             for line in process.stdout or ():
                 print(line, end="", flush=True)
                 last = line if line.startswith('{"sleeps"') else last
-        for events in Path(folder).glob("run/events-*.jsonl"):
-            for one in events.read_text().splitlines():
-                print(json.loads(one)["why"])
+        texts = [events.read_text() for events in Path(folder).glob("run/events-*.jsonl")]
+        said = [json.loads(line)["why"] for text in texts for line in text.splitlines()]
+    print("\n".join(said))
     wrong = json.loads(last)["wrong"] if last and not process.returncode else [f"it ended with {process.returncode}"]
+    wrong += over_budget(said)
     for one in wrong:
         print(f"wrong: {one}")
     print(f"{len(wrong)} things wrong")
@@ -394,14 +395,19 @@ def show(name: str, found: dict[str, Any]) -> None:
     print(f"{'':16} {'bytes equal' if found['same'] else 'BYTES DIFFER'}", flush=True)
 
 
+def over_budget(said: list[str]) -> list[str]:
+    """What is wrong with how much the cure says it kept."""
+    held = list(filter(None, (re.search(r"kept at most ([\d.]+) MiB of the ([\d.]+) MiB", line) for line in said)))
+    if not held:
+        return ["the cure does not say how much it kept"]
+    return [f"more was kept than allowed: {match[0]}" for match in held if float(match[1]) > float(match[2])]
+
+
 def judged(all_found: dict[str, list[dict[str, Any]]], device: str) -> list[str]:
     """What is missed."""
     wrong = [f"{name}: bytes differ" for name, several in all_found.items() for one in several if not one["same"]]
     for one in all_found["cured"]:
-        held = [re.search(r"most held ([\d.]+) MiB of ([\d.]+)", line) for line in one["said"]]
-        wrong += [
-            f"more is held than allowed: {match[0]}" for match in held if match and float(match[1]) > float(match[2])
-        ]
+        wrong += over_budget(one["said"])
     if device != "cuda":
         return wrong
     for way in ("down", "up"):

@@ -133,7 +133,7 @@ FIX = Variable(
 )
 LOCKED_BYTES = Variable(
     "KVPROBE_LOCKED_BYTES",
-    16 << 20,
+    32 << 20,
     _number,
     "a number",
     "memory that KVPROBE_FIX=auto may lock in a process for staging pageable copies; below 4 MiB: none",

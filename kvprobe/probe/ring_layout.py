@@ -106,6 +106,11 @@ CALLS: dict[int, tuple[str, str]] = {
     71: ("EVENT", "cudaStreamAddCallback"),
     72: ("EVENT", "cuLaunchHostFunc"),
     73: ("EVENT", "cuStreamAddCallback"),
+    74: ("COPY_SYNC", "cuMemcpy"),
+    75: ("COPY_SYNC", "cuMemcpyHtoD"),
+    76: ("COPY_SYNC", "cuMemcpyDtoH"),
+    77: ("COPY_SYNC", "cuMemcpyDtoD"),
+    78: ("COPY_SYNC", "cudaMemcpy2D"),
 }
 
 FILE = np.dtype(

@@ -17,6 +17,7 @@ import pytest
 from kvprobe.commands import _watching
 from kvprobe.diagnosis import FULL_QUEUE, diagnose, examine
 from kvprobe.errors import UsageError
+from kvprobe.instrument.carried import kvprobe_startup
 from kvprobe.native import build
 from kvprobe.probe import stacks
 from kvprobe.recordings import open_recording
@@ -553,6 +554,23 @@ def test_where_ptrace_is_not_permitted_the_process_is_asked(tmp_path: Path) -> N
         process.communicate()
     assert taken["how"] == "in-process" and not taken["error"]
     assert any("the_line_that_waits" in frame for thread in taken["threads"] for frame in thread["frames"])
+
+
+def test_a_process_that_was_asked_keeps_nothing_of_its_functions(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, weakref\nclass Held: pass\ndef waits():\n    held = Held()\n    print('ready', flush=True)\n"
+        "    sys.stdin.readline()\n    return weakref.ref(held)\nprint('held' if waits()() else 'gone')\n"
+    )
+    carried = str(Path(kvprobe_startup.__file__).parent)  # before the one that was installed
+    env = clean_environment(KVPROBE_RUN=str(tmp_path), KVPROBE_STACKS="in-process", PYTHONPATH=carried)
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, program], env=env, text=True, **pipes) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        taken = stacks.take(tmp_path, process.pid, process.pid, inside=True, timeout_s=60)
+        said, _ = process.communicate("\n", timeout=60)
+    assert any("waits" in frame for thread in taken["threads"] for frame in thread["frames"])
+    assert said == "gone\n"
 
 
 def test_a_process_that_cannot_answer_is_said_to(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_program_sees_the_same_with_staged_copies(program: Path, libraries: Pa
     assert len(list(tmp_path.glob("events-*.jsonl"))) == 1, "a forked child decides nothing"
 
 
-@pytest.mark.parametrize("what", ["large", "large-refusals"])
+@pytest.mark.parametrize("what", ["large", "large-driver", "large-refusals"])
 def test_a_large_copy_is_tried_both_ways_part_by_part(
     program: Path, libraries: Path, tmp_path: Path, what: str
 ) -> None:
@@ -153,7 +153,7 @@ def test_a_device_that_is_reset_is_served_again(program: Path, libraries: Path, 
     seen, said = play(program, "resets", 60, **watched(libraries, tmp_path))
     assert seen == "0 wrong\n"
     assert not [one for one in decisions(tmp_path) if "error" in one["why"]]
-    assert said.endswith(f" {16 * MIB} bytes pinned\n"), "what a context had pinned is pinned again for the next one"
+    assert said.endswith(f" {32 * MIB} bytes pinned\n"), "what a context had pinned is pinned again for the next one"
 
 
 def test_off_unless_asked_for(program: Path, libraries: Path, tmp_path: Path) -> None:

@@ -28,6 +28,11 @@ MEANING = {
     "batch": ((3,), 1),
     "sync": ((10,), 1),
     "wait": ((17,), 0),
+    "HtoD": ((75,), 1),
+    "DtoH": ((76,), 2),
+    "DtoD": ((77,), 3),
+    "any": ((74,), None),
+    "2D": ((78,), 1),
 }
 Counts = dict[str, tuple[int, int, int]]
 
@@ -77,7 +82,7 @@ def run(program: Path, env: dict[str, str], *arguments: object) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("via", ["link", "dlsym", "driver", "entry", "batch", "sync", "mixed"])
+@pytest.mark.parametrize("via", ["link", "dlsym", "driver", "entry", "waits", "batch", "sync", "mixed"])
 def test_every_way_to_reach_a_copy_is_counted_exactly(program: Path, libraries: Path, tmp_path: Path, via: str) -> None:
     own = said(run(program, environment(libraries, tmp_path), via, 5000, 3, 2))
     found, snapshots = recorded(tmp_path)
@@ -164,7 +169,7 @@ def test_kill_at_random_moments_leaves_exact_totals(program: Path, libraries: Pa
         process.kill()
         process.wait()
         process.stdout.close()
-        own = np.fromfile(counts, dtype="<u8")[:21].reshape(7, 3)
+        own = np.fromfile(counts, dtype="<u8")[: 3 * len(MEANING)].reshape(-1, 3)
         (snapshot,) = recorded(folder)[1]
         found = recorded(folder)[0]
         assert snapshot.state == "running"

@@ -588,17 +588,23 @@ def _sample(folder: str) -> None:
         except OSError:
             continue
         try:
-            threads = []
-            for ident, frame in sys._current_frames().items():
-                frames: list[str] = []
-                at: "FrameType | None" = frame  # noqa: UP037
-                while at and len(frames) < 64:
-                    frames.append(f"{at.f_code.co_name} ({at.f_code.co_filename}:{at.f_lineno})")
-                    at = at.f_back
-                threads.append({"thread": _native_id(ident), "gil": False, "frames": frames})
+            threads = _stacks()
             _write(answer, {"t_ns": time.monotonic_ns(), "threads": threads})
         except Exception:
             pass
+
+
+def _stacks() -> "list[dict[str, Any]]":
+    """Of every thread. No frame outlives the call: with it would whatever the program's functions held."""
+    threads = []
+    for ident, frame in sys._current_frames().items():
+        frames: list[str] = []
+        at: "FrameType | None" = frame  # noqa: UP037
+        while at and len(frames) < 64:
+            frames.append(f"{at.f_code.co_name} ({at.f_code.co_filename}:{at.f_lineno})")
+            at = at.f_back
+        threads.append({"thread": _native_id(ident), "gil": False, "frames": frames})
+    return threads
 
 
 def _native_id(ident: int) -> int:

@@ -17,6 +17,11 @@ static bool is_unsafe(uint16_t api) {
     case API_cudaHostRegister:
     case API_cudaHostUnregister:
     case API_cudaMemcpy:
+    case API_cudaMemcpy2D:
+    case API_cuMemcpy:
+    case API_cuMemcpyHtoD_v2:
+    case API_cuMemcpyDtoH_v2:
+    case API_cuMemcpyDtoD_v2:
     case API_cudaMemset:
     case API_cudaStreamQuery:
     case API_cudaStreamSynchronize:

@@ -89,7 +89,7 @@ cudaError_t kvh_copy(call *c, void *dst, const void *src, size_t bytes, int kind
 }
 
 static cudaError_t copy_2d(call *c, void *dst, size_t dst_pitch, const void *src, size_t src_pitch, size_t width,
-                           size_t height, int kind, cudaStream_t stream) {
+                           size_t height, int kind, cudaStream_t stream, bool wait) {
     if (kind < cudaMemcpyHostToHost || kind > cudaMemcpyDefault) return cudaErrorInvalidValue;
     if (!width || !height) return cudaSuccess;
     if (dst_pitch < width || src_pitch < width) return 12; /* cudaErrorInvalidPitchValue */
@@ -119,7 +119,7 @@ static cudaError_t copy_2d(call *c, void *dst, size_t dst_pitch, const void *src
     o.copy.dst_pitch = dst_pitch;
     o.copy.src_pitch = src_pitch;
     o.copy.height = height;
-    return submit_copy(c, stream, &o, &p, false);
+    return submit_copy(c, stream, &o, &p, wait);
 }
 
 /* ---- batches -------------------------------------------------------------------------------------------------------
@@ -256,11 +256,17 @@ KVP_EXPORT cudaError_t cudaMemcpyAsync_ptsz(void *dst, const void *src, size_t b
 KVP_EXPORT cudaError_t cudaMemcpy2DAsync(void *dst, size_t dst_pitch, const void *src, size_t src_pitch, size_t width,
                                          size_t height, int kind, cudaStream_t stream) {
     KVH_ENTER(cudaMemcpy2DAsync, stream);
-    KVH_LEAVE(copy_2d(c, dst, dst_pitch, src, src_pitch, width, height, kind, stream));
+    KVH_LEAVE(copy_2d(c, dst, dst_pitch, src, src_pitch, width, height, kind, stream, false));
 }
 KVP_EXPORT cudaError_t cudaMemcpy2DAsync_ptsz(void *dst, size_t dst_pitch, const void *src, size_t src_pitch,
                                               size_t width, size_t height, int kind, cudaStream_t stream)
     __attribute__((alias("cudaMemcpy2DAsync")));
+
+KVP_EXPORT cudaError_t cudaMemcpy2D(void *dst, size_t dst_pitch, const void *src, size_t src_pitch, size_t width,
+                                    size_t height, int kind) {
+    KVH_ENTER(cudaMemcpy2D, 0);
+    KVH_LEAVE(copy_2d(c, dst, dst_pitch, src, src_pitch, width, height, kind, NULL, true));
+}
 
 /* 13.0: eighth the stream. 12.8 and 12.9: eighth the index of the copy that failed, ninth the stream. One function can
  * serve both, because a caller of the short form pushes nothing that reading a ninth argument could harm. */

@@ -51,6 +51,26 @@ KVP_EXPORT int cuMemcpyDtoHAsync_v2_ptsz(void *, device_pointer, size_t, cudaStr
 KVP_EXPORT int cuMemcpyDtoDAsync_v2_ptsz(device_pointer, device_pointer, size_t, cudaStream_t)
     __attribute__((alias("cuMemcpyDtoDAsync_v2")));
 
+KVP_EXPORT int cuMemcpy(device_pointer dst, device_pointer src, size_t bytes) {
+    KVH_ENTER(cuMemcpy, 0);
+    KVH_LEAVE(kvh_copy(c, pointer(dst), pointer(src), bytes, cudaMemcpyDefault, NULL, true));
+}
+
+KVP_EXPORT int cuMemcpyHtoD_v2(device_pointer dst, const void *src, size_t bytes) {
+    KVH_ENTER(cuMemcpyHtoD_v2, 0);
+    KVH_LEAVE(kvh_copy(c, pointer(dst), src, bytes, cudaMemcpyHostToDevice, NULL, true));
+}
+
+KVP_EXPORT int cuMemcpyDtoH_v2(void *dst, device_pointer src, size_t bytes) {
+    KVH_ENTER(cuMemcpyDtoH_v2, 0);
+    KVH_LEAVE(kvh_copy(c, dst, pointer(src), bytes, cudaMemcpyDeviceToHost, NULL, true));
+}
+
+KVP_EXPORT int cuMemcpyDtoD_v2(device_pointer dst, device_pointer src, size_t bytes) {
+    KVH_ENTER(cuMemcpyDtoD_v2, 0);
+    KVH_LEAVE(kvh_copy(c, pointer(dst), pointer(src), bytes, cudaMemcpyDeviceToDevice, NULL, true));
+}
+
 /* 12.8 */
 KVP_EXPORT int cuMemcpyBatchAsync(device_pointer *dsts, device_pointer *srcs, size_t *sizes, size_t count,
                                   kvp_memcpy_attributes *attrs, size_t *attr_indices, size_t attr_count,
@@ -188,6 +208,10 @@ static const struct {
     {"cuGetProcAddress", 11030, (void *)cuGetProcAddress},
     {"cuGetProcAddress", 12000, (void *)cuGetProcAddress_v2},
     {"cuMemcpyAsync", 4000, (void *)cuMemcpyAsync},
+    {"cuMemcpy", 4000, (void *)cuMemcpy},
+    {"cuMemcpyHtoD", 3020, (void *)cuMemcpyHtoD_v2},
+    {"cuMemcpyDtoH", 3020, (void *)cuMemcpyDtoH_v2},
+    {"cuMemcpyDtoD", 3020, (void *)cuMemcpyDtoD_v2},
     {"cuMemcpyHtoDAsync", 3020, (void *)cuMemcpyHtoDAsync_v2},
     {"cuMemcpyDtoHAsync", 3020, (void *)cuMemcpyDtoHAsync_v2},
     {"cuMemcpyDtoDAsync", 3020, (void *)cuMemcpyDtoDAsync_v2},

@@ -126,7 +126,12 @@ enum {
     X(cuStreamBeginCapture_v2, 0)                                                                                      \
     X(cudaDeviceReset, 0)                                                                                              \
     X(cuStreamEndCapture, 0)                                                                                           \
-    X(cudaStreamAddCallback, 71)
+    X(cudaStreamAddCallback, 71)                                                                                       \
+    X(cuMemcpy, 74)                                                                                                    \
+    X(cuMemcpyHtoD_v2, 75)                                                                                             \
+    X(cuMemcpyDtoH_v2, 76)                                                                                             \
+    X(cuMemcpyDtoD_v2, 77)                                                                                             \
+    X(cudaMemcpy2D, 78)
 
 enum kvh_api {
 #define X(name, call) API_##name,

@@ -136,7 +136,8 @@ uint64_t kvp_hash_words(const uint64_t *words, size_t count) {
 static int is_plain(const kvp_record *r) {
     return r->call == KVP_CALL_cudaMemcpyAsync || r->call == KVP_CALL_cudaMemcpy || r->call == KVP_CALL_cuMemcpyAsync ||
            r->call == KVP_CALL_cuMemcpyHtoDAsync || r->call == KVP_CALL_cuMemcpyDtoHAsync ||
-           r->call == KVP_CALL_cudaMemcpyWithAttributesAsync;
+           r->call == KVP_CALL_cudaMemcpyWithAttributesAsync ||
+           (r->call >= KVP_CALL_cuMemcpy && r->call <= KVP_CALL_cuMemcpyDtoH);
 }
 
 void kvp_contents_look(const kvp_record *r) {

@@ -142,9 +142,8 @@ extern any_fn *_Atomic kvp_real_seccomp_load;
 void kvp_classify(kvp_record *record);
 void kvp_fetch_ranges(void);  /* into the cache, for kvp_classify */
 void kvp_forget_ranges(void); /* memory was freed or registered */
-/* 1: an earlier copy of this thread showed that it is. No question is asked: 0 says nothing. */
-int kvp_known_pinned(uint64_t address);
-int kvp_known_pageable(uint64_t address);
+/* enum kvp_memory, as an earlier copy of this thread showed it. No question is asked: KVP_MEM_UNKNOWN says nothing. */
+int kvp_known_memory(uint64_t address);
 /* The allocation around an address that this thread has just classified; untouched where none is known. */
 void kvp_range_of(uint64_t address, uint64_t *base, uint64_t *bytes);
 

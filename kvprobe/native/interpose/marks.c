@@ -53,7 +53,7 @@ static __thread struct mark_stream *loose_in __attribute__((tls_model("initial-e
 
 enum role { NO_ROLE, SUBMITS, COPIES, SYNC_STREAM, SYNC_EVENT, SYNC_ALL, TAKES_LONG };
 static const struct {
-    uint8_t role, kind;
+    uint8_t role, kind, waits; /* waits: a copy whose call returns when it is over */
 } of_call[128] = {[1] = {COPIES, 0},
                   [2] = {COPIES, 0},
                   [3] = {COPIES, 0},
@@ -63,7 +63,7 @@ static const struct {
                   [7] = {COPIES, 0},
                   [8] = {COPIES, 0},
                   [9] = {COPIES, 0},
-                  [10] = {COPIES, 0},
+                  [10] = {COPIES, 0, 1},
                   [11] = {SUBMITS, MARK_MEMSET},
                   [12] = {SUBMITS, MARK_KERNEL},
                   [13] = {SUBMITS, MARK_KERNEL},
@@ -96,7 +96,12 @@ static const struct {
                   [63] = {SUBMITS, MARK_FUNCTION},
                   [71] = {SUBMITS, MARK_FUNCTION},
                   [72] = {SUBMITS, MARK_FUNCTION},
-                  [73] = {SUBMITS, MARK_FUNCTION}};
+                  [73] = {SUBMITS, MARK_FUNCTION},
+                  [74] = {COPIES, 0, 1},
+                  [75] = {COPIES, 0, 1},
+                  [76] = {COPIES, 0, 1},
+                  [77] = {COPIES, 0, 1},
+                  [78] = {COPIES, 0, 1}};
 static const uint8_t of_direction[16] = {MARK_COPY, MARK_H2D, MARK_D2H, MARK_COPY, MARK_COPY};
 
 /* ---- the pool ----------------------------------------------------------------------------------------------- */
@@ -584,7 +589,7 @@ void kvp_mark_after(const kvp_record *r) {
     if (unlikely(s->per_thread)) kvp_watch.blocking = 1;
     if (unlikely(!get(s->first_ns))) /* a call that blocked had its work begun before it returned */
         put(s->first_ns, r->dur_ns != KVP_UNTIMED && r->dur_ns > 20000 ? r->start_ns + 2000 : now);
-    if (r->call == KVP_CALL_cudaMemcpy) put(s->after, get(s->after) | 128);
+    if (of_call[r->call & 127].waits) put(s->after, get(s->after) | 128);
     if (unlikely(get(s->after))) place_after(s);
 }
 

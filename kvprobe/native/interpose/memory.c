@@ -97,18 +97,11 @@ static inline int kind_of(uint64_t address) {
     return ask_driver(address);
 }
 
-int kvp_known_pinned(uint64_t address) {
-    if (known.generation != kvp_watch.generation) return 0;
+int kvp_known_memory(uint64_t address) {
+    if (known.generation != kvp_watch.generation) return KVP_MEM_UNKNOWN;
     for (uint32_t i = 0; i < RANGES; i++)
-        if (address - known.range[i].start < known.range[i].size) return known.range[i].kind == KVP_MEM_PINNED;
-    return 0;
-}
-
-int kvp_known_pageable(uint64_t address) {
-    if (known.generation != kvp_watch.generation) return 0;
-    for (uint32_t i = 0; i < RANGES; i++)
-        if (address - known.range[i].start < known.range[i].size) return known.range[i].kind == KVP_MEM_PAGEABLE;
-    return 0;
+        if (address - known.range[i].start < known.range[i].size) return known.range[i].kind;
+    return KVP_MEM_UNKNOWN;
 }
 
 void kvp_range_of(uint64_t address, uint64_t *base, uint64_t *bytes) {

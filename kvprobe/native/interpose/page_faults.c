@@ -34,7 +34,7 @@ static uint64_t host_side(const kvp_record *r) { return (r->direction & 15) == K
 
 void kvp_pages_before(const kvp_record *r) {
     int was = errno;
-    int pinned = kvp_known_pinned(r->src) || kvp_known_pinned(r->dst);
+    int pinned = kvp_known_memory(r->src) == KVP_MEM_PINNED || kvp_known_memory(r->dst) == KVP_MEM_PINNED;
     before.asked = (r->direction & 15) != KVP_D2D && !pinned && ask(&before.minor, &before.major);
     errno = was;
 }

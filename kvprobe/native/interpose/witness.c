@@ -151,7 +151,9 @@ static void publish(struct job *first, uint64_t stream) {
 
 /* ---- around a copy --------------------------------------------------------------------------------------------- */
 
-static int is_plain(unsigned call) { return call != 2 && call != 8 && call != 30 && call != 31 && call != 41; }
+static int is_plain(unsigned call) {
+    return call != 2 && call != 8 && call != 30 && call != 31 && call != 41 && call != KVP_CALL_cudaMemcpy2D;
+}
 static int is_batch(unsigned call) {
     return call == KVP_CALL_cudaMemcpyBatchAsync || call == KVP_CALL_cuMemcpyBatchAsync;
 }
@@ -222,7 +224,7 @@ void kvp_witness_before(const kvp_record *r, const struct kvp_pieces *batch) {
     if (direction != KVP_H2D || is_batch(r->call))
         for (size_t i = 0; i < of.count; i++)
             if (of.sizes[i]) kvp_pages_written((uintptr_t)of.dsts[i], of.sizes[i], r->stream);
-    if (loads && atomic_load(&left_ns) > 0 && !kvp_known_pageable(r->src) && may_look(&context))
+    if (loads && atomic_load(&left_ns) > 0 && kvp_known_memory(r->src) != KVP_MEM_PAGEABLE && may_look(&context))
         for (size_t i = 0; i < of.count; i++)
             look_at_load(r, (uintptr_t)of.dsts[i], (uintptr_t)of.srcs[i], of.sizes[i], context);
     spend_since(since);

@@ -407,7 +407,20 @@ CALL_BY(cudaMemcpyAsync, A_COPY, CURED(cudaMemcpyAsync, kind, stream, 0),
 #define cudaMemcpy2DAsync_P                                                                                            \
     void *dst, size_t dpitch, const void *src, size_t spitch, size_t width, size_t height, int kind, void *stream
 #define cudaMemcpy2DAsync_A dst, dpitch, src, spitch, width, height, kind, stream
-CALL(cudaMemcpy2DAsync, A_COPY, COPY_IS(2, dst, src, width *height, direction_of(kind), stream))
+#define CURED_2D(NAME, ON, TO_END)                                                                                     \
+    KVP_CURED(real(NAME##_A), WORD(dst), WORD(src), in_one_piece(dpitch, spitch, width, height), kind, STREAM(ON),     \
+              TO_END)
+/* Bytes of rows that lie one behind the other on both sides; 0: they do not. */
+static inline size_t in_one_piece(size_t dpitch, size_t spitch, size_t width, size_t height) {
+    size_t bytes;
+    return dpitch == width && spitch == width && !__builtin_mul_overflow(width, height, &bytes) ? bytes : 0;
+}
+CALL_BY(cudaMemcpy2DAsync, A_COPY, CURED_2D(cudaMemcpy2DAsync, stream, 0),
+        COPY_IS(2, dst, src, width *height, direction_of(kind), stream))
+#define cudaMemcpy2D_P void *dst, size_t dpitch, const void *src, size_t spitch, size_t width, size_t height, int kind
+#define cudaMemcpy2D_A dst, dpitch, src, spitch, width, height, kind
+CALL_BY(cudaMemcpy2D, A_COPY, CURED_2D(cudaMemcpy2D, (void *)0, 1),
+        COPY_IS(78, dst, src, width *height, direction_of(kind), (void *)0))
 
 /* cudaMemcpy3DParms: srcPtr at 32, dstPtr at 96, extent at 128, kind at 152 */
 #define cudaMemcpy3DAsync_P const void *parms, void *stream
@@ -518,7 +531,7 @@ CALL(cuMemcpyBatchAsync_v2, A_COPY, BATCH_IS(9, eighth))
 
 #define cuMemcpyAsync_P uint64_t dst, uint64_t src, size_t bytes, void *stream
 #define cuMemcpyAsync_A dst, src, bytes, stream
-CALL(cuMemcpyAsync, A_COPY, COPY_IS(4, dst, src, bytes, KVP_DIR_UNKNOWN, stream))
+CALL_BY(cuMemcpyAsync, A_COPY, CURED(cuMemcpyAsync, 4, stream, 0), COPY_IS(4, dst, src, bytes, KVP_DIR_UNKNOWN, stream))
 #define cuMemcpyHtoDAsync_P uint64_t dst, const void *src, size_t bytes, void *stream
 #define cuMemcpyHtoDAsync_A dst, src, bytes, stream
 CALL_BY(cuMemcpyHtoDAsync, A_COPY, CURED(cuMemcpyHtoDAsync, 1, stream, 0), COPY_IS(5, dst, src, bytes, KVP_H2D, stream))
@@ -528,6 +541,19 @@ CALL_BY(cuMemcpyDtoHAsync, A_COPY, CURED(cuMemcpyDtoHAsync, 2, stream, 0), COPY_
 #define cuMemcpyDtoDAsync_P uint64_t dst, uint64_t src, size_t bytes, void *stream
 #define cuMemcpyDtoDAsync_A dst, src, bytes, stream
 CALL(cuMemcpyDtoDAsync, A_COPY, COPY_IS(7, dst, src, bytes, KVP_D2D, stream))
+
+#define cuMemcpy_P uint64_t dst, uint64_t src, size_t bytes
+#define cuMemcpy_A dst, src, bytes
+CALL_BY(cuMemcpy, A_COPY, CURED(cuMemcpy, 4, (void *)0, 1), COPY_IS(74, dst, src, bytes, KVP_DIR_UNKNOWN, (void *)0))
+#define cuMemcpyHtoD_P uint64_t dst, const void *src, size_t bytes
+#define cuMemcpyHtoD_A dst, src, bytes
+CALL_BY(cuMemcpyHtoD, A_COPY, CURED(cuMemcpyHtoD, 1, (void *)0, 1), COPY_IS(75, dst, src, bytes, KVP_H2D, (void *)0))
+#define cuMemcpyDtoH_P void *dst, uint64_t src, size_t bytes
+#define cuMemcpyDtoH_A dst, src, bytes
+CALL_BY(cuMemcpyDtoH, A_COPY, CURED(cuMemcpyDtoH, 2, (void *)0, 1), COPY_IS(76, dst, src, bytes, KVP_D2H, (void *)0))
+#define cuMemcpyDtoD_P uint64_t dst, uint64_t src, size_t bytes
+#define cuMemcpyDtoD_A dst, src, bytes
+CALL(cuMemcpyDtoD, A_COPY, COPY_IS(77, dst, src, bytes, KVP_D2D, (void *)0))
 
 /* One side of CUDA_MEMCPY2D and 3D: memory type (1 host, 2 device, 4 unified), host pointer 8 bytes on, device 16. */
 static uint64_t side(const void *parms, size_t at, int *type) {
@@ -782,7 +808,10 @@ static struct wrapped *driver_symbol(const char *name, int version, uint64_t fla
     static const struct {
         const char *name;
         int since, oldest;
-    } v2[] = {{"cuMemcpyHtoDAsync", 3020, 3020},
+    } v2[] = {{"cuMemcpyHtoD", 3020, 3020},
+              {"cuMemcpyDtoH", 3020, 3020},
+              {"cuMemcpyDtoD", 3020, 3020},
+              {"cuMemcpyHtoDAsync", 3020, 3020},
               {"cuMemcpyDtoHAsync", 3020, 3020},
               {"cuMemcpyDtoDAsync", 3020, 3020},
               {"cuMemcpy2DAsync", 3020, 3020},
@@ -806,8 +835,9 @@ static struct wrapped *driver_symbol(const char *name, int version, uint64_t fla
             if (version >= v2[i].since) suffix = "_v2";
         }
     struct wrapped *found = NULL;
-    if (flags & 2) { /* per-thread default stream */
-        snprintf(symbol, sizeof symbol, "%s%s_ptsz", name, suffix);
+    static const char *const per_thread[] = {"ptsz", "ptds"}; /* with a stream as an argument, and without */
+    for (int i = 0; flags & 2 && !found && i < 2; i++) {      /* per-thread default stream */
+        snprintf(symbol, sizeof symbol, "%s%s_%s", name, suffix, per_thread[i]);
         found = kvp_find_wrapped(symbol);
     }
     if (found) return found;
@@ -972,12 +1002,16 @@ ENDS_STREAM(cuStreamDestroy)
 /* ---- symbols: X(call, symbol, per-thread default stream) --------------------------------------------- */
 
 #define BOTH(X, NAME) X(NAME, NAME, 0) X(NAME, NAME##_ptsz, 1)
+#define BOTH_SYNC(X, NAME, SYMBOL) X(NAME, SYMBOL, 0) X(NAME, SYMBOL##_ptds, 1)
 /* By hand: clang-format moves this table at every pass. */
 /* clang-format off */
 #define SYMBOLS(X) \
     BOTH(X, cudaMemcpyAsync) BOTH(X, cudaMemcpy2DAsync) BOTH(X, cudaMemcpy3DAsync) \
     X(cudaMemcpyPeerAsync, cudaMemcpyPeerAsync, 0) BOTH(X, cudaMemcpyBatchAsync) \
-    BOTH(X, cudaMemcpyWithAttributesAsync) X(cudaMemcpy, cudaMemcpy, 0) X(cudaMemcpy, cudaMemcpy_ptds, 1) \
+    BOTH(X, cudaMemcpyWithAttributesAsync) BOTH_SYNC(X, cudaMemcpy, cudaMemcpy) \
+    BOTH_SYNC(X, cudaMemcpy2D, cudaMemcpy2D) BOTH_SYNC(X, cuMemcpy, cuMemcpy) \
+    BOTH_SYNC(X, cuMemcpyHtoD, cuMemcpyHtoD_v2) BOTH_SYNC(X, cuMemcpyDtoH, cuMemcpyDtoH_v2) \
+    BOTH_SYNC(X, cuMemcpyDtoD, cuMemcpyDtoD_v2) \
     BOTH(X, cudaMemsetAsync) BOTH(X, cuMemcpyAsync) BOTH(X, cuMemcpyBatchAsync) BOTH(X, cuMemcpyBatchAsync_v2) \
     X(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2, 0) X(cuMemcpyHtoDAsync, cuMemcpyHtoDAsync_v2_ptsz, 1) \
     X(cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2, 0) X(cuMemcpyDtoHAsync, cuMemcpyDtoHAsync_v2_ptsz, 1) \

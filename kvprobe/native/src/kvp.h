@@ -114,7 +114,12 @@ KVP_EXPORT const char *kvp_clock_name(void); /* "tsc", "cntvct" or "clock_gettim
     X(70, NOTE, pause)        /* no call: what CPU time was used between two calls, see below */                       \
     X(71, EVENT, cudaStreamAddCallback)                                                                                \
     X(72, EVENT, cuLaunchHostFunc)                                                                                     \
-    X(73, EVENT, cuStreamAddCallback)
+    X(73, EVENT, cuStreamAddCallback)                                                                                  \
+    X(74, COPY_SYNC, cuMemcpy)                                                                                         \
+    X(75, COPY_SYNC, cuMemcpyHtoD)                                                                                     \
+    X(76, COPY_SYNC, cuMemcpyDtoH)                                                                                     \
+    X(77, COPY_SYNC, cuMemcpyDtoD)                                                                                     \
+    X(78, COPY_SYNC, cudaMemcpy2D)
 
 enum kvp_call {
 #define X(id, kind, name) KVP_CALL_##name = id,

@@ -2,7 +2,7 @@
  *
  *   copies VIA CALLS THREADS PROCESSES [fork|exec|kill]
  *
- * VIA: link, loads (linked, all one direction, which the host runtime takes soonest), dlsym, driver (cuGetProcAddress), entry (cudaGetDriverEntryPointByVersion), batch, sync, mixed.
+ * VIA: link, loads (linked, all one direction, which the host runtime takes soonest), dlsym, driver (cuGetProcAddress), entry (cudaGetDriverEntryPointByVersion), waits (the driver's copies that wait), batch, sync, mixed.
  * fork: each process forks in the middle of its calls, and both go on. kill: counts in the file $COUNTS, until killed.
  * Prints "name calls copies bytes" of what it did, all processes together. */
 #define _GNU_SOURCE
@@ -20,6 +20,7 @@
 
 cudaError_t cudaMemcpyAsync(void *, const void *, size_t, int, cudaStream_t);
 cudaError_t cudaMemcpy(void *, const void *, size_t, int);
+cudaError_t cudaMemcpy2D(void *, size_t, const void *, size_t, size_t, size_t, int);
 cudaError_t cudaMemcpyBatchAsync(void **, void **, size_t *, size_t, kvp_memcpy_attributes *, size_t *, size_t,
                                  cudaStream_t);
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *, unsigned, int);
@@ -29,8 +30,9 @@ cudaError_t cudaHostAlloc(void **, size_t, unsigned);
 cudaError_t cudaGetDriverEntryPointByVersion(const char *, void **, unsigned, unsigned long long, int *);
 int cuGetProcAddress_v2(const char *, void **, int, uint64_t, int *);
 
-enum { H2D, D2H, D2D, UNKNOWN, BATCH, SYNC, WAIT, COUNTERS };
-static const char *const names[] = {"H2D", "D2H", "D2D", "unknown", "batch", "sync", "wait"};
+enum { H2D, D2H, D2D, UNKNOWN, BATCH, SYNC, WAIT, HTOD, DTOH, DTOD, ANY, ROWS, COUNTERS };
+static const char *const names[] = {"H2D",  "D2H",  "D2D",  "unknown", "batch", "sync",
+                                    "wait", "HtoD", "DtoH", "DtoD",    "any",   "2D"};
 static struct { volatile uint64_t calls, copies, bytes; } * total; /* shared by all processes */
 
 static const char *via;
@@ -51,10 +53,42 @@ static void check(int error, const char *what) {
 
 static void *fetch(const char *name) {
     void *f = NULL;
-    if (!strcmp(via, "driver")) check(cuGetProcAddress_v2(name, &f, 13000, 0, NULL), name);
+    if (!strcmp(via, "driver") || !strcmp(via, "waits")) check(cuGetProcAddress_v2(name, &f, 13000, 0, NULL), name);
     if (!strcmp(via, "entry")) check(cudaGetDriverEntryPointByVersion(name, &f, 12080, 0, NULL), name);
     if (!f) exit(4);
     return f;
+}
+
+/* By the calls that return when the copy is over. */
+static void work_waiting(long from, long to, char *device, char *host) {
+    int (*htod)(uint64_t, const void *, size_t) = fetch("cuMemcpyHtoD");
+    int (*dtoh)(void *, uint64_t, size_t) = fetch("cuMemcpyDtoH");
+    int (*dtod)(uint64_t, uint64_t, size_t) = fetch("cuMemcpyDtoD"), (*any)(uint64_t, uint64_t, size_t) = fetch("cuMemcpy");
+    for (long i = from; i < to; i++) {
+        size_t bytes = 16 + (size_t)(i % 7);
+        uint64_t there = (uintptr_t)device, here = (uintptr_t)host;
+        switch (i % 5) {
+        case 0:
+            check(htod(there, host, bytes), "htod");
+            did(HTOD, 1, bytes);
+            break;
+        case 1:
+            check(dtoh(host, there, bytes), "dtoh");
+            did(DTOH, 1, bytes);
+            break;
+        case 2:
+            check(dtod(there + 1024, there, bytes), "dtod");
+            did(DTOD, 1, bytes);
+            break;
+        case 3:
+            check(any(there, here, bytes), "any");
+            did(ANY, 1, bytes);
+            break;
+        default:
+            check(cudaMemcpy2D(device, 64, host, 32, bytes, 3, cudaMemcpyHostToDevice), "2d");
+            did(ROWS, 1, 3 * bytes);
+        }
+    }
 }
 
 static void work(long from, long to, char *device, char *host, cudaStream_t stream) {
@@ -64,6 +98,7 @@ static void work(long from, long to, char *device, char *host, cudaStream_t stre
         if (!lib || !(copy = (int (*)(void *, const void *, size_t, int, cudaStream_t))dlsym(lib, "cudaMemcpyAsync")))
             exit(5);
     }
+    if (!strcmp(via, "waits")) return work_waiting(from, to, device, host);
     int driver = !strcmp(via, "driver") || !strcmp(via, "entry"), mixed = !strcmp(via, "mixed");
     int (*htod)(uint64_t, const void *, size_t, cudaStream_t) = NULL;
     int (*dtoh)(void *, uint64_t, size_t, cudaStream_t) = NULL;

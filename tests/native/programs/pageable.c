@@ -26,6 +26,12 @@
 
 int cudaMemcpyAsync(void *, const void *, size_t, int, cudaStream_t);
 int cudaMemcpy(void *, const void *, size_t, int);
+int cudaMemcpy2D(void *, size_t, const void *, size_t, size_t, size_t, int);
+int cudaMemcpy2DAsync(void *, size_t, const void *, size_t, size_t, size_t, int, cudaStream_t);
+int cuMemcpy(uint64_t, uint64_t, size_t);
+int cuMemcpyHtoD_v2(uint64_t, const void *, size_t);
+int cuMemcpyDtoH_v2(void *, uint64_t, size_t);
+int cuMemcpyAsync(uint64_t, uint64_t, size_t, cudaStream_t);
 int cuMemcpyHtoDAsync_v2(uint64_t, const void *, size_t, cudaStream_t);
 int cuMemcpyDtoHAsync_v2(void *, uint64_t, size_t, cudaStream_t);
 int cudaStreamCreateWithFlags(cudaStream_t *, unsigned);
@@ -96,15 +102,44 @@ static int again(void) {
     return now() < until && (repeated < 60 || repeated % 8 || !decided());
 }
 
+static uint64_t word(const void *at) { return (uint64_t)(uintptr_t)at; }
+
+/* By one of the calls that return when the copy is over; rows of 4096 bytes that lie one behind the other are one. */
+enum { WAYS = 5, ROW = 4096 };
+static int synchronously(unsigned way, void *dst, const void *src, size_t bytes, int kind) {
+    switch (way % WAYS) {
+    case 0:
+        return cudaMemcpy(dst, src, bytes, kind);
+    case 1:
+        return kind == 1 ? cuMemcpyHtoD_v2(word(dst), src, bytes) : cuMemcpyDtoH_v2(dst, word(src), bytes);
+    case 2:
+        return cuMemcpy(word(dst), word(src), bytes);
+    case 3:
+        return cudaMemcpy2D(dst, bytes, src, bytes, bytes, 1, kind);
+    default: {
+        size_t rows = bytes / ROW, rest = bytes % ROW, at = rows * ROW;
+        int error = cudaMemcpy2D(dst, ROW, src, ROW, ROW, rows, kind);
+        if (error || !rest) return error;
+        return cudaMemcpy((char *)dst + at, (const char *)src + at, rest, kind);
+    }
+    }
+}
+
 /* Loads and stores `bytes` from `at`, which is changed the moment each call returns. */
 static void there_and_back(uint8_t *at, uint8_t *back, size_t bytes, unsigned turn) {
     fill(at, bytes, turn);
-    switch (turn % 3) {
+    switch (turn % 5) {
     case 0:
         check(cudaMemcpyAsync(device, at, bytes, 1, stream));
         break;
     case 1:
-        check(cuMemcpyHtoDAsync_v2((uint64_t)(uintptr_t)device, at, bytes, stream));
+        check(cuMemcpyHtoDAsync_v2(word(device), at, bytes, stream));
+        break;
+    case 2:
+        check(cuMemcpyAsync(word(device), word(at), bytes, stream));
+        break;
+    case 3:
+        check(cudaMemcpy2DAsync(device, bytes, at, bytes, bytes, 1, 1, stream));
         break;
     default:
         check(cudaMemcpyAsync(device, at, bytes, 4, stream));
@@ -115,7 +150,7 @@ static void there_and_back(uint8_t *at, uint8_t *back, size_t bytes, unsigned tu
     if (turn % 2)
         check(cudaMemcpyAsync(back, device, bytes, 2, stream));
     else
-        check(cuMemcpyDtoHAsync_v2(back, (uint64_t)(uintptr_t)device, bytes, stream));
+        check(cuMemcpyDtoHAsync_v2(back, word(device), bytes, stream));
     __atomic_fetch_add(&wrong, differing(back, bytes, turn), __ATOMIC_SEQ_CST);
 }
 
@@ -221,10 +256,10 @@ static void synchronous(void) {
     for (unsigned turn = 0; again(); turn++) {
         size_t bytes = some_bytes(turn);
         fill(at, bytes, turn);
-        check(cudaMemcpy(device, at, bytes, 1));
+        check(synchronously(turn, device, at, bytes, 1));
         wrong += differing(device, bytes, turn); /* the host runtime's device memory can be read: it must be there */
         memset(back, 0, bytes);
-        check(cudaMemcpy(back, device, bytes, 2));
+        check(synchronously(turn / WAYS, back, device, bytes, 2));
         wrong += differing(back, bytes, turn);
     }
 }
@@ -284,7 +319,7 @@ static long words_differ(const uint64_t *at, size_t bytes, uint64_t first) {
     return count;
 }
 
-static void large(void) {
+static void large_by(int by_driver) {
     enum { LARGE = 372 * MIB + 4096, OFF = 24 };
     uint8_t *there, *at = malloc(LARGE + OFF);
     check(cudaMalloc((void **)&there, LARGE));
@@ -292,11 +327,15 @@ static void large(void) {
         size_t bytes = LARGE - turn * 8 * 1023;
         uint64_t *words = (uint64_t *)(at + turn % 2 * OFF);
         for (size_t i = 0; i < bytes / 8; i++) words[i] = turn + i * 0x9e3779b97f4a7c15u;
-        check(turn % 2 ? cudaMemcpyAsync(there, words, bytes, 1, stream) : cudaMemcpy(there, words, bytes, 1));
+        check(by_driver  ? synchronously((unsigned)turn + 1, there, words, bytes, 1)
+              : turn % 2 ? cudaMemcpyAsync(there, words, bytes, 1, stream)
+                         : cudaMemcpy(there, words, bytes, 1));
         memset(words, 0xee, bytes);
         int flags = MAP_PRIVATE | MAP_ANONYMOUS | (turn < 2 ? 0 : MAP_POPULATE);
         uint8_t *back = mmap(NULL, LARGE + 4096, PROT_READ | PROT_WRITE, flags, -1, 0), *begins = back + turn * OFF;
-        check(turn % 2 ? cudaMemcpyAsync(begins, there, bytes, 2, stream) : cudaMemcpy(begins, there, bytes, 2));
+        check(by_driver  ? synchronously((unsigned)turn + 1, begins, there, bytes, 2)
+              : turn % 2 ? cudaMemcpyAsync(begins, there, bytes, 2, stream)
+                         : cudaMemcpy(begins, there, bytes, 2));
         wrong += words_differ((uint64_t *)begins, bytes, turn);
         for (uint8_t *p = back; p < begins; p++) wrong += *p != 0;
         for (uint8_t *p = begins + bytes; p < back + LARGE + 4096; p++) wrong += *p != 0;
@@ -304,6 +343,9 @@ static void large(void) {
     }
     check(cudaFree(there));
 }
+
+static void large(void) { large_by(0); }
+static void large_driver(void) { large_by(1); }
 
 /* A part of a load fails, as it is or staged, and a part of a store. */
 static void large_fails(void) {
@@ -368,7 +410,7 @@ static void captures(void) {
         there_and_back(at, back, some_bytes(turn), turn);
         check(cudaStreamEndCapture(captured, &graph));
         check(cudaStreamBeginCapture(captured, 0));
-        refused += cudaMemcpy(device, at, some_bytes(turn), 1) == 900;
+        refused += synchronously(turn, device, at, some_bytes(turn), 1) == 900;
         spoilt += cudaStreamEndCapture(captured, &graph) == 901;
         there_and_back(at, back, some_bytes(turn), turn);
     }
@@ -388,7 +430,7 @@ static void resets(void) {
     }
     /* A busy machine makes them later. Of a size that was not tried yet: what does not pay on a busy machine rests. */
     kvhost_stats stats = {0};
-    for (unsigned i = 0; stats.pinned_bytes < 16 * MIB && now() < until; i++) {
+    for (unsigned i = 0; stats.pinned_bytes < 32 * MIB && now() < until; i++) {
         there_and_back(at, back, MIB / 4, i);
         kvhostStats(&stats);
     }
@@ -478,6 +520,7 @@ int main(int argc, char **argv) {
                  {"load-fails", load_fails},
                  {"store-fails", store_fails},
                  {"large", large},
+                 {"large-driver", large_driver},
                  {"large-refusals", large_refusals},
                  {"large-fails", large_fails}};
     until = now() + (argc > 2 ? atof(argv[2]) : 60);
