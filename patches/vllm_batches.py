@@ -47,23 +47,26 @@ class DescriptorBatches(CopyHandlers):
     )
     rungs = (Rung("upstream", "batch"), POOLED)
     queued = False
-    targets = tuple(
-        target
-        for module in ("vllm.v1.kv_offload.worker.cpu_gpu", "vllm.v1.kv_offload.cpu.gpu_worker")
-        for target in (
-            Target(module, "SingleDirectionOffloadingHandler.__init__"),
-            Target(
-                module,
-                "SingleDirectionOffloadingHandler.transfer_async",
-                ("job_id", "src_spec", "dst_spec"),
-                otherwise=(("job_id", "transfer_spec"),),
-            ),
-            Target(module, "SingleDirectionOffloadingHandler.get_finished", ()),
-            Target(module, "SingleDirectionOffloadingHandler._swap_blocks_batch", optional=True),
-            Target(module, "ops.swap_blocks_batch", optional=True),
-            Target(module, "CPUOffloadingWorker.__init__", optional=True),
-        )
-    ) + (Target(_SPEC, "CPUOffloadingSpec.get_worker", optional=True),)
+    targets = (
+        *(
+            target
+            for module in ("vllm.v1.kv_offload.worker.cpu_gpu", "vllm.v1.kv_offload.cpu.gpu_worker")
+            for target in (
+                Target(module, "SingleDirectionOffloadingHandler.__init__"),
+                Target(
+                    module,
+                    "SingleDirectionOffloadingHandler.transfer_async",
+                    ("job_id", "src_spec", "dst_spec"),
+                    otherwise=(("job_id", "transfer_spec"),),
+                ),
+                Target(module, "SingleDirectionOffloadingHandler.get_finished", ()),
+                Target(module, "SingleDirectionOffloadingHandler._swap_blocks_batch", optional=True),
+                Target(module, "ops.swap_blocks_batch", optional=True),
+                Target(module, "CPUOffloadingWorker.__init__", optional=True),
+            )
+        ),
+        Target(_SPEC, "CPUOffloadingSpec.get_worker", optional=True),
+    )
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +208,7 @@ class DescriptorBatches(CopyHandlers):
             self._own_swap(handler)
             live = path.begin(job_id)
             if takes:
-                live.rung = CODED
+                live.rung, live.one_in = CODED, 1  # watched whether auto rests or not
             self._rows = coded, direction, rows
             try:
                 return self.submit(call, handler, path, job_id)
@@ -282,9 +285,9 @@ class DescriptorBatches(CopyHandlers):
 
     def submitted(self, path: CopyPath, result: Any) -> None:
         """Coded rows know what is on its way to them."""
-        if self._rows is not None and path.current is not None and path.current.hand_over is not None:
-            if path.current.rung == CODED:
-                self._rows[0].handed_over(path.direction, path.current.hand_over)
+        live = path.current
+        if self._rows is not None and live is not None and live.hand_over is not None and live.rung == CODED:
+            self._rows[0].handed_over(path.direction, live.hand_over)
         super().submitted(path, result)
 
     def step_aside(self) -> None:

@@ -42,6 +42,7 @@ TRIAL = 8  # transfers that either way is judged by
 MOST_TRIAL = 4 * TRIAL  # of them after which sizes that do not meet are no comparison
 SETTLED = 2 * TRIAL  # stores on one rung after which auto has found no better one than it
 PAYS = 1.03  # times as fast as the copies as they are, at least
+LOSES = 1.2  # times as slow: clearly
 LEAST_SAVING = 0.9  # of a sample's bytes that may travel
 SAMPLED = 8  # blocks
 COOL_DOWN_NS = 60_000_000_000  # until what gained nothing is tried again; doubles each time
@@ -232,8 +233,13 @@ class CodedRows:
         return predict(sample, "bf16").share
 
     def _judge(self) -> None:
-        """Either direction after each `TRIAL` of its transfers."""
+        """Either direction after each `TRIAL` of its transfers; a trial that clearly loses ends after half of it."""
         stores = self._compare("store") if self._stores >= TRIAL else None
+        if self._stores == TRIAL // 2 and not self._kept:
+            half = self._compare("store")
+            if half.transfers and half.copy_before and half.whole_gain < 1 / LOSES:
+                self._leave("rollback", half.loss, half)
+                return
         if stores is not None:
             whole = stores.transfers and stores.whole_gain >= 1
             if not stores.transfers and not self._kept and self._stores < MOST_TRIAL:

@@ -52,10 +52,11 @@ class CodedWorker(Worker):
             cells.notes["bytes"][layer * self.blocks + block].sum() < 0.8 * self.page for layer in range(self.layers)
         )
 
-    def equals(self, before, gpu=slice(None), cpu=None):
+    def equals(self, before, gpu=None, cpu=None):
+        """Whether the GPU's blocks `gpu` are those that `cpu` were before; None: all of them, as they were."""
         torch = self.host.torch
-        wanted = gpu if cpu is None else cpu
-        return all(torch.equal(a[wanted], b[gpu]) for a, b in zip(before, self.plain(), strict=True))
+        pairs = zip(before, self.plain(), strict=True)
+        return all(torch.equal(a, b) if gpu is None else torch.equal(a[cpu], b[gpu]) for a, b in pairs)
 
     def wipe(self):
         for tensor in self.plain():
@@ -416,8 +417,8 @@ def test_blocks_that_others_read_stay_as_they_are(worker, monkeypatch, spec, why
     assert [d["why"] for d in seen.decisions] == [f"blocks travel as they are: {why}"]
 
 
-def test_who_makes_a_worker_is_seen(worker, monkeypatch):
-    one = worker()
+def test_who_makes_a_worker_is_seen(worker):
+    worker()
     seen = []
     kind = type("CPUOffloadingSpec", (), {"get_worker": lambda self: seen.append(adapter()._spec)})
     module = types.ModuleType("vllm.v1.kv_offload.cpu.spec")
