@@ -463,7 +463,10 @@ class Arm:
             nonlocal waiting
             for _ in range(count):
                 g = rng.permutation(self.blocks)[:per].tolist()
-                c = rng.permutation(self.blocks)[:per].tolist()
+                if row["loads"] and row["stores"]:  # vLLM loads nothing that is being stored: even blocks, odd blocks
+                    c = (2 * rng.permutation(self.blocks // 2)[:per] + (not flip)).tolist()
+                else:
+                    c = rng.permutation(self.blocks)[:per].tolist()
                 self.job += 1
                 start = time.monotonic_ns()
                 assert function(self.job, *((c, g) if flip else (g, c)))

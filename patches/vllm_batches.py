@@ -123,8 +123,8 @@ class DescriptorBatches(CopyHandlers):
 
     def _open_coded(self, worker: Any, device: Device) -> None:
         """Have what coding the worker's blocks takes, or say why they lie as they are."""
-        store = getattr(worker, "_store_handler", None)
-        why = self._why_as_they_are(worker, store) if store is not None else "this version of vLLM is not known for it"
+        store: Any = getattr(worker, "_store_handler", None)
+        why = self._why_as_they_are(worker, store)
         try:
             if not why:
                 from kvprobe.instrument.coded import CodedRows
@@ -142,6 +142,8 @@ class DescriptorBatches(CopyHandlers):
 
     def _why_as_they_are(self, worker: Any, store: Any) -> str:
         """Why the blocks of a worker must not lie coded; "" where they may."""
+        if store is None:
+            return "this version of vLLM is not known for it"
         spec, region = self._spec, getattr(worker, "_mmap_region", None)
         own = region is None or (spec is not None and (type(spec).__module__, type(spec).__name__) == _OWN_SPEC)
         if not own:

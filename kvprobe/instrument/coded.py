@@ -132,9 +132,9 @@ class CodedRows:
             CellError: one of them is damaged: what a load would bring is not what was stored.
         """
         with self.lock:
+            if self._is_storing():  # only its end says how they lie
+                self._newest.wait()
             if direction == "store":
-                if self._is_storing():  # its end would say that they lie coded
-                    self._newest.wait()
                 self._overwritten(rows)
                 return
             for row in rows[self._may_be_coded[rows]].tolist() if self._any else ():

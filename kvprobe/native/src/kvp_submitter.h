@@ -75,8 +75,8 @@ typedef struct {
 } kvp_side;
 
 /* What makes the CPU's pool one of cells (wire.h): its blocks are moved by coded copies alone, on pooled streams, one
- * entry of a launch a copy of a job, be it one of blocks or one with addresses. Copy `layer * (blocks * factor of the CPU's side) + c` has this place in
- * `stored_ns` and, times kvp_wire_cells of a copy, its first note in `notes`. */
+ * entry of a launch a copy of a job, of blocks or with addresses. Copy `layer * (blocks * factor of the CPU's side) +
+ * c` has this place in `stored_ns` and, times kvp_wire_cells of a copy, its first note in `notes`. */
 typedef struct {
     kvp_wire_note *notes; /* pinned; NULL: the pool is none of cells */
     uint64_t *stored_ns;  /* when each was stored, as far as it is known; any memory */
