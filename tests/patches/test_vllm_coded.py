@@ -434,3 +434,47 @@ def test_who_makes_a_worker_is_seen(worker):
 
 def test_nothing_lies_coded_where_nothing_is_to_be_cured(worker):
     assert worker(fix="off").rows is None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_happens_a_load_brings_what_was_stored(worker, seed):
+    """Coded, taken back, on either submitter or vLLM's own way, expedited, refused by the driver: against a model."""
+    one = worker(page=4096, blocks=16, layers=3)
+    draw = np.random.default_rng(seed)
+    one.fill(seed)
+    stored = {}  # CPU block -> what each layer has there
+    for path in adapter().paths():
+        path.auto.active = False
+    for _ in range(60):
+        one.rows.coding = bool(draw.integers(2))
+        for path in adapter().paths():
+            if path.auto is not None:
+                path.auto.stand_on(path.auto.rungs[int(draw.integers(len(path.auto.rungs)))])
+        ids = draw.permutation(16)[: int(draw.integers(1, 9))].tolist()
+        if draw.random() < 0.1:
+            one.host.rt.library.kvhostFailCall(b"cuLaunchKernel", 1, 1)
+        if draw.random() < 0.5 or not stored:
+            if draw.random() < 0.2:
+                one.fill(int(draw.integers(1000)), random=bool(draw.integers(2)))
+            to = draw.permutation(16)[: len(ids)].tolist()
+            one.store(ids, to)
+            twice = draw.random() < 0.3
+            if twice:  # before the first has ended
+                one.rows.coding = not one.rows.coding
+                ids = ids[::-1]
+                one.store(ids, to)
+            one.drain(1 + twice)
+            stored |= {cpu: [t[gpu].clone() for t in one.plain()] for gpu, cpu in zip(ids, to, strict=True)}
+        else:
+            known = [cpu for cpu in draw.permutation(16).tolist() if cpu in stored][: len(ids)]
+            to = draw.permutation(16)[: len(known)].tolist()
+            one.job += 1
+            specs = one.cpu_spec(known), one.gpu_spec(to, (len(to),), (0,))
+            assert one.worker.submit_load(one.job, *specs, expedited=bool(draw.random() < 0.2))
+            one.drain(1)
+            for cpu, gpu in zip(known, to, strict=True):
+                assert all(one.host.torch.equal(a, t[gpu]) for a, t in zip(stored[cpu], one.plain(), strict=True))
+    assert str(adapter().state) == "applied"
+    instrument.uninstall("vllm")
+    for cpu, layers in stored.items():
+        assert all(np.array_equal(a.numpy(), memory[cpu]) for a, memory in zip(layers, one.cpu(), strict=True))
