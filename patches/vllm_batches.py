@@ -19,7 +19,6 @@ from .vllm_copies import CopyHandlers, module_with
 if TYPE_CHECKING:
     from kvprobe.instrument.coded import CodedRows
     from kvprobe.instrument.device import Device
-    from kvprobe.offload.submitter import Submitter
 
 
 _SPEC = "vllm.v1.kv_offload.cpu.spec"
@@ -263,7 +262,7 @@ class DescriptorBatches(CopyHandlers):
 
         return [Copies(dst, src, sizes, self.bounds(handler, path.direction, starts))]
 
-    def submitter_of(self, path: CopyPath) -> Submitter:
+    def submitter_of(self, path: CopyPath) -> Any:
         """The coded rows have one of their own."""
         if self._rows is not None and path.current is not None and path.current.rung == CODED:
             return self._rows[0].submitter
