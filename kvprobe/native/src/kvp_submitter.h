@@ -75,8 +75,8 @@ typedef struct {
 } kvp_side;
 
 /* What makes the CPU's pool one of cells (wire.h): its blocks are moved by coded copies alone, on pooled streams, one
- * entry of a launch a copy of a job. Copy `layer * (blocks * factor of the CPU's side) + c` has this place in
- * `stored_ns` and, times kvp_wire_cells of a copy, its first note in `notes`. */
+ * entry of a launch a copy of a job, of blocks or with addresses. Copy `layer * (blocks * factor of the CPU's side) +
+ * c` has this place in `stored_ns` and, times kvp_wire_cells of a copy, its first note in `notes`. */
 typedef struct {
     kvp_wire_note *notes; /* pinned; NULL: the pool is none of cells */
     uint64_t *stored_ns;  /* when each was stored, as far as it is known; any memory */
@@ -86,7 +86,7 @@ typedef struct {
     uint32_t check;              /* a checksum of every block */
     uint32_t look;               /* 1: stores are not coded while blocks do not shrink */
     uint32_t room;               /* a packed pool's, see wire.h; else 0 */
-    uint64_t step_bytes;         /* from a copy's place in the CPU's pool to the next; 0: copy_bytes */
+    uint64_t step_bytes;         /* from a copy's place in the CPU's pool to the next of its layer; 0: copy_bytes */
     uint64_t tails;              /* where they begin */
     struct kvp_reserve *reserve; /* which of them are free */
 } kvp_cells;

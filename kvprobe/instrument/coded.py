@@ -1,0 +1,288 @@
+"""CPU memory of a server whose blocks may lie coded: which do, who must copy them, and whether coding them pays.
+
+Coding a store is a cure as any other: it begins where stores plainly use the link and a sample of what they left in
+memory would shrink, it is kept where the copies became faster, and it is taken back where they did not. What lies
+coded by then stays readable, by flags: a row that may lie coded is loaded by kernels that decode, whatever else moves
+the rows beside it; whoever stores over it in the server's own way makes it a plain one again. Before somebody reads the
+memory who knows nothing of this, `close` has every row lie there as it is.
+"""
+
+from __future__ import annotations
+
+import ctypes as ct
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvprobe.cuda import Region
+from kvprobe.errors import KvprobeError
+from kvprobe.instrument.hooks import Call
+from kvprobe.instrument.submissions import CODED, POOLED
+from kvprobe.launchqueue.constants import NOTABLE_SHARE
+from kvprobe.offload.cells import Cells, Rows
+from kvprobe.offload.rungs import Comparison, Costs, Rung, Sample, compare
+from kvprobe.offload.submitter import Submitter
+from kvprobe.offload.wire import predict
+
+if TYPE_CHECKING:
+    from kvprobe.instrument.device import Device
+    from kvprobe.instrument.transfers import WatchedTransfer
+
+__all__ = ["CodedRows"]
+
+log = logging.getLogger("kvprobe")
+
+TRIAL = 8  # transfers that either way is judged by
+MOST_TRIAL = 4 * TRIAL  # of them after which sizes that do not meet are no comparison
+SETTLED = 2 * TRIAL  # stores on one rung after which auto has found no better one than it
+PAYS = 1.03  # times as fast as the copies as they are, at least
+LOSES = 1.2  # times as slow: clearly
+LEAST_SAVING = 0.9  # of a sample's bytes that may travel
+SAMPLED = 8  # blocks
+COOL_DOWN_NS = 60_000_000_000  # until what gained nothing is tried again; doubles each time
+
+Ids = npt.NDArray[Any]
+
+
+class _RowsCall(Call):
+    __slots__ = ("before",)
+
+    def __init__(self, call: Call, coded: CodedRows, direction: str, rows: Ids) -> None:
+        super().__init__(call.func, call.args, call.kwargs)
+        self.before = functools.partial(coded.before_own, direction, rows)
+
+
+class CodedRows:
+    """The rows of one CPU memory. Where a method takes rows, a row is one block of every tensor.
+
+    Attributes:
+        lock: held from `takes` until the transfer is handed over.
+        coding: whether stores are coded now.
+        submitter: of its own: it moves these blocks alone, and what lies coded is moved by no other.
+        block_bytes: of one block of one tensor.
+    """
+
+    def __init__(self, device: Device, rows: Rows, decide: Callable[..., None]) -> None:
+        """All lie there as they are.
+
+        Args:
+            device: where they are copied to and from.
+            rows: the memory, pinned.
+            decide: called with (what, why, before=, after=, **evidence) for every decision.
+
+        Raises:
+            KvprobeError: nothing here codes, or the memory for notes or a thread cannot be had.
+        """
+        self.lock = threading.RLock()
+        self.coding = False
+        self.block_bytes = rows.block_bytes
+        self._decide, self._rows = decide, rows
+        self._cells = Cells.beside(device.runtime, rows, rows.block_bytes)
+        self.submitter = Submitter(device.runtime, limits=device.limits, cells=self._cells)
+        self._may_be_coded = np.zeros(rows.blocks, np.bool_)
+        self._any = self._closed = False
+        self._newest: Any = None  # hand-over of a coded store
+        self._plain_rung: dict[str, Rung] = {}  # by direction, what moved the newest that were not coded
+        self._plain: Ids | None = None  # rows of the newest store that was not coded
+        self._costs = {(name, coded): Costs() for name in ("load", "store") for coded in (False, True)}
+        self._busy_ns = self._since_ns = self._again_ns = 0
+        self._stores = self._loads = self._often = 0  # since the newest decision, or look
+        self._kept = False
+
+    @classmethod
+    def of(cls, device: Device, tensors: Sequence[Any], block_bytes: int, decide: Callable[..., None]) -> CodedRows:
+        """Of CPU tensors of two dimensions, bytes, each row of which begins with a block."""
+        step, blocks = int(tensors[0].stride(0)), int(tensors[0].shape[0])
+        span = (blocks - 1) * step + block_bytes
+        regions = [Region(tensor.data_ptr(), span, "pinned") for tensor in tensors]  # the server may free them
+        return cls(device, Rows(regions, blocks, block_bytes, step), decide)
+
+    # ---- who copies ---------------------------------------------------------------------------------------------
+
+    def takes(self, direction: str, rows: Ids) -> bool:
+        """Whether a transfer of these rows must go to `submitter`; where it need not, a store makes them plain."""
+        if direction == "load":
+            return self._any and bool(self._may_be_coded[rows].any())
+        if self.coding or (self._is_storing() and self._any and self._may_be_coded[rows].any()):
+            self._may_be_coded[rows] = self._any = True
+            return True
+        self._plain = rows
+        self._overwritten(rows)
+        return False
+
+    def call(self, call: Call, direction: str, rows: Ids) -> Call:
+        """The same call of the server's, with what `before_own` is to be told before it is made: `before`."""
+        return _RowsCall(call, self, direction, rows)
+
+    def handed_over(self, direction: str, hand_over: Any) -> None:
+        """The submitter has a transfer."""
+        if direction == "store":
+            self._newest = hand_over
+
+    def before_own(self, direction: str, rows: Ids) -> None:
+        """The server's own code is about to copy these rows as they are, and no transfer of theirs is on its way.
+
+        Raises:
+            CellError: one of them is damaged: what a load would bring is not what was stored.
+        """
+        with self.lock:
+            if self._is_storing():  # only its end says how they lie
+                self._newest.wait()
+            if direction == "store":
+                self._overwritten(rows)
+                return
+            for row in rows[self._may_be_coded[rows]].tolist() if self._any else ():
+                self._cells.uncode_copy(row)
+                self._may_be_coded[row] = False
+
+    def close(self, *, is_gone: bool = False) -> None:
+        """Waits for what is on its way and has every row lie there as it is; about a second a GB of coded rows.
+
+        A damaged row stays as it is, and is named in the log. `is_gone`: the server has given the memory up.
+        """
+        with self.lock:
+            if self._closed:
+                return
+            self.coding, self._closed = False, True
+            try:
+                self.submitter.wait()
+            except KvprobeError as error:
+                log.warning("kvprobe: copies of coded blocks did not end: %s", error)
+            for row in np.flatnonzero(self._may_be_coded).tolist() if not is_gone else ():
+                try:
+                    self._cells.uncode_copy(row)
+                except KvprobeError as error:
+                    log.error("kvprobe: block %d of the CPU's memory is lost: %s", row, error)
+            self._may_be_coded[:] = self._any = False
+            self.submitter.close()
+
+    def _overwritten(self, rows: Ids) -> None:
+        if self._any and self._may_be_coded[rows].any():
+            self._cells.overwritten(rows)
+            self._may_be_coded[rows] = False
+            self._any = bool(self._may_be_coded.any())
+
+    def _is_storing(self) -> bool:
+        return self._newest is not None and not self._newest.done
+
+    # ---- whether it pays ----------------------------------------------------------------------------------------
+
+    def stop(self, why: str) -> None:
+        """Stores are not coded any more, and that is not tried again."""
+        self._again_ns = 2**63
+        if self.coding:
+            self._leave("refuse", why)
+
+    def heard(self, direction: str, live: WatchedTransfer, copy_ns: int) -> None:
+        """What a transfer took on the device is known."""
+        with self.lock:
+            if self._closed or not live.copies:
+                return
+            coded = live.rung == CODED
+            if not coded and live.rung != self._plain_rung.get(direction):  # auto took another one: it is judged anew
+                self._plain_rung[direction] = live.rung
+                self._costs[direction, False].clear()
+                if direction == "store" and not self.coding:
+                    self._stores, self._busy_ns, self._since_ns = 0, 0, time.monotonic_ns()
+            if coded and direction == "store" and self._stores < 0:  # the first one pays for what is loaded then
+                self._stores = 0
+                return
+            sample = Sample(live.copies, live.submit_ns, live.bytes, live.rung, copy_ns=copy_ns)
+            costs = self._costs[direction, coded]
+            costs.add(sample).add_copies(sample)
+            if direction == "load":
+                self._loads += coded
+            elif coded == self.coding:
+                self._stores += 1
+                self._busy_ns += copy_ns * live.one_in
+            self._judge() if self.coding else self._look()
+
+    def _look(self) -> None:
+        """Whether to try it: stores use the link, and would shrink."""
+        now = time.monotonic_ns()
+        if self._stores < SETTLED or now < self._again_ns:
+            return
+        share = self._busy_ns / max(now - self._since_ns, 1)
+        self._stores, self._busy_ns, self._since_ns = 0, 0, now
+        if share < NOTABLE_SHARE or self._plain is None:
+            return
+        saves = self._predicted(self._plain)
+        if saves > LEAST_SAVING:
+            self._cool_down(now)
+            why = f"a sample of what was stored would still need {saves:.0%} of its bytes"
+            self._decide("note", f"blocks travel as they are: {why}", share=saves)
+            return
+        self.coding, self._kept, self._stores = True, False, -1
+        self._clear(True)
+        why = f"stores use the link {share:.0%} of the time, and a sample of them needs {saves:.0%} of its bytes"
+        self._decide("switch", why, before=self._name, after=str(CODED), share=saves)
+
+    def _predicted(self, rows: Ids) -> float:
+        """What a sample of plain rows would need, as a share of its bytes."""
+        regions, step = self._rows.regions, self._rows.step_bytes
+        sample = [
+            ct.string_at(regions[i * len(regions) // SAMPLED].address + row * step, self.block_bytes)
+            for i, row in enumerate(rows[np.linspace(0, len(rows) - 1, SAMPLED).astype(np.int64)].tolist())
+        ]
+        return predict(sample, "bf16").share
+
+    def _judge(self) -> None:
+        """Either direction after each `TRIAL` of its transfers; a trial that clearly loses ends after half of it."""
+        stores = self._compare("store") if self._stores >= TRIAL else None
+        if self._stores == TRIAL // 2 and not self._kept:
+            half = self._compare("store")
+            if half.transfers and half.copy_before and half.whole_gain < 1 / LOSES:
+                self._leave("rollback", half.loss, half)
+                return
+        if stores is not None:
+            whole = stores.transfers and stores.whole_gain >= 1
+            if not stores.transfers and not self._kept and self._stores < MOST_TRIAL:
+                return  # sizes that have not met yet
+            self._stores = 0
+            if not self._kept and not (whole and stores.copy_gain >= PAYS):
+                self._leave("rollback", stores.loss if stores.transfers else "sizes differ too much", stores)
+                return
+            if not self._kept:
+                self._kept = True
+                why = f"the copies are {stores.copy_gain:.2f} times as fast over {stores.transfers} transfers"
+                self._decide("keep", why, before=self._name, after=str(CODED), **stores.evidence())
+            elif stores.transfers and stores.whole_gain < 1 / PAYS:
+                self._leave("return", stores.loss, stores)
+                return
+            self._costs["store", True].fade()
+        if self._kept and self._loads >= TRIAL:
+            loads, self._loads = self._compare("load"), 0
+            self._costs["load", True].fade()
+            if loads.transfers and loads.copy_before and loads.whole_gain < 1 / PAYS:
+                self._leave("return", f"loads: {loads.loss}", loads)
+
+    @property
+    def _name(self) -> str:
+        """Of what moves stores that are not coded."""
+        return str(self._plain_rung.get("store", POOLED))
+
+    def _compare(self, direction: str) -> Comparison:
+        return compare(self._costs[direction, False], self._costs[direction, True])
+
+    def _leave(self, what: str, why: str, seen: Comparison | None = None) -> None:
+        """Stores are plain from now on."""
+        now = time.monotonic_ns()
+        self.coding, self._stores, self._busy_ns, self._since_ns = False, 0, 0, now
+        self._cool_down(now)
+        self._clear(False)
+        self._decide(what, why, before=str(CODED), after=self._name, **(seen.evidence() if seen is not None else {}))
+
+    def _clear(self, coded: bool) -> None:
+        for direction in ("load", "store"):
+            self._costs[direction, coded].clear()
+        self._loads = 0
+
+    def _cool_down(self, now: int) -> None:
+        self._again_ns = max(self._again_ns, now + COOL_DOWN_NS * 2**self._often)
+        self._often += 1
