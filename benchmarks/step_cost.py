@@ -262,6 +262,8 @@ def watched_from_the_start(watch, kind, names):
 
 def main():
     """Prints the figures."""
+    from kvprobe.runfolder.step_lines import one_by_one
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("server", choices=("vllm", "sglang", "lmcache"))
     parser.add_argument("--requests", type=int, default=64)
@@ -273,15 +275,15 @@ def main():
         serve = {"vllm": vllm, "sglang": sglang, "lmcache": lmcache}[arguments.server]
         hooks, wall, own = serve(arguments, folder)
         os.environ.pop("KVPROBE_RUN")
-        lines = [line for path in Path(folder).glob("steps-*") for line in path.read_text().splitlines()]
-        told = sum(json.loads(line)["kind"] == "step" for line in lines)
+        lines = [json.loads(line) for path in Path(folder).glob("steps-*") for line in path.read_text().splitlines()]
+        told = sum(one["kind"] == "step" for line in lines for one in one_by_one(line))
     extra, step = median(hooks[True]) - median(hooks[False]), median(wall[False])
     print(f"{arguments.requests} requests, {len(hooks[True])} steps with and {len(hooks[False])} without; told: {told}")
     least = quantiles(hooks[True], n=10)[0] - quantiles(hooks[False], n=10)[0]
     print(f"the adapters, on the server's threads: {extra / 1e3:.1f} us a step, undisturbed {least / 1e3:.1f} us")
     print(f"kvprobe's own thread: {median(own) / 1e3:.1f} us a step" if own else "kvprobe's own thread: no turn ended")
     for name, length in (("this server's", step), ("a short", 10e6)):
-        both = f" and {100 * median(own) / length:.3f}% on kvprobe's" if own else ""
+        both = f" and {100 * median(own) / step:.3f}% on kvprobe's" if own else ""
         print(f"of {name} step of {length / 1e6:.1f} ms: {100 * extra / length:.3f}% on the server's threads{both}")
 
 

@@ -167,6 +167,8 @@ def measured(server, steps):
 
 def main():
     """Prints the figures."""
+    from kvprobe.runfolder.step_lines import one_by_one
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--steps", type=int, default=400)
@@ -175,7 +177,8 @@ def main():
         with tempfile.TemporaryDirectory() as folder:
             os.environ["KVPROBE_RUN"] = folder
             took, own = measured(kind(arguments.requests), arguments.steps)
-            told = sum('"kind":"step"' in line for path in Path(folder).glob("steps-*") for line in path.open())
+            lines = (json.loads(line) for path in Path(folder).glob("steps-*") for line in path.open())
+            told = sum(one["kind"] == "step" for line in lines for one in one_by_one(line))
             os.environ.pop("KVPROBE_RUN")
         extra = median(took[True]) - median(took[False])
         least = quantiles(took[True], n=10)[0] - quantiles(took[False], n=10)[0]

@@ -42,6 +42,11 @@ class Steps(Adapter):
         super().__init__()
         self._tells: bool | None = None  # whether this rank does; None: not asked yet
         self._names: list[str] = []  # of the requests of the step before: mostly the same ones
+        # Of the step before, if none of its requests has ended: these, where their tokens are, and how many they had.
+        self._requests: list[Any] = []
+        self._outputs: list[Any] = []
+        self._tokens: list[int] = []
+        self._alike: step_log.AlikeSteps | None = None  # what is told of the steps since in which each got one token
         # of kvprobe's own thread alone
         self._held: dict[str, int] = {}  # request -> the tokens it had before the steps of `_same`
         self._same: tuple[list[str], list[int]] = [], []  # requests, their tokens: mostly as in this step
@@ -75,18 +80,31 @@ class Steps(Adapter):
         mode, requests = batch.forward_mode.name, batch.reqs
         if mode == "IDLE" or not requests or not self.tells(args[0]) or not step_log.wanted_at(began_ns):
             return
-        names = [one.rid for one in requests]
-        if names != self._names:
-            self._names = names
-        tokens = [len(one.output_ids) for one in requests]
-        over = [one.rid for one in requests if one.finished_reason is not None]
         ended_ns = time.monotonic_ns()
         stamp_ns = _stamp_ns(requests[-1].time_stats)
         if began_ns <= stamp_ns <= ended_ns:
             ended_ns = stamp_ns
         launched_ns = began_ns if batch.launch_ts is None else int(batch.launch_ts * 1e9)
+        over = [one.rid for one in requests if one.finished_reason is not None]
+        if mode == "DECODE" and requests == self._requests and not over:
+            tokens = [*map(len, self._outputs)]
+            if [*map(sub, tokens, self._tokens)].count(1) == len(requests):
+                if self._alike is None:
+                    self._alike = step_log.AlikeSteps("decode", self._names, 1, 1, "sglang")
+                self._alike.add(launched_ns, ended_ns, batch.forward_iter)
+                self._tokens = tokens
+                return
+        names = [one.rid for one in requests]
+        if names != self._names:
+            self._names = names
+        tokens = [len(one.output_ids) for one in requests]
+        before = None if self._alike is None else self._tokens
+        self._alike = None
+        self._requests = [] if over else [*requests]
+        self._outputs = [] if over else [one.output_ids for one in requests]
+        self._tokens = tokens
         told = batch.forward_iter, mode, None if mode == "DECODE" else batch.extend_lens, threading.get_native_id()
-        event_log.later(self._tell, (launched_ns, ended_ns), told, self._names, tokens, over)
+        event_log.later(self._tell, (launched_ns, ended_ns), told, self._names, (before, tokens), over)
 
     # ---- on kvprobe's own thread --------------------------------------------------------------------------------
 
@@ -95,23 +113,25 @@ class Steps(Adapter):
         times_ns: tuple[int, int],
         told: tuple[int | None, str, list[int] | None, int],
         names: list[str],
-        tokens: list[int],
+        tokens: tuple[list[int] | None, list[int]],
         over: list[str],
     ) -> None:
+        """`tokens`: those that the requests of the step before had, where that was one of `_alike`; and these have."""
         number, mode, computed, thread = told
         held, (same, before) = self._held, self._same
+        before, now = before if tokens[0] is None else tokens[0], tokens[1]
         if names is same:
-            emitted = [*map(sub, tokens, before)]
+            emitted = [*map(sub, now, before)]
         else:
             if len(held) > _MOST_HELD:
                 held.clear()
-            held.update(zip(same, before, strict=True))
-            emitted = [*map(_emitted, map(held.get, names), tokens)]
+            held.update(zip(same, before, strict=False))
+            emitted = [*map(_emitted, map(held.get, names), now)]
         if mode != _PREBUILT:
             each = 1 if computed is None else computed
             phase = _PHASES.get(mode, "unknown")
             step_log.write_step(times_ns, number, phase, names, emitted, each, ("sglang", thread))
-        self._same = names, tokens
+        self._same = names, now
         if over:
             self._end(over, times_ns[1])
 

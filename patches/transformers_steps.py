@@ -23,12 +23,13 @@ _MODULE = "transformers.generation.utils"
 class _Generation:
     """A call of `generate` that is running."""
 
-    __slots__ = ("began_ns", "prompt", "requests", "steps")
+    __slots__ = ("alike", "began_ns", "prompt", "requests", "steps")
 
     def __init__(self, name: str, rows: int, prompt: int, began_ns: int) -> None:
         self.requests = (name,) if rows == 1 else tuple(f"{name}.{row}" for row in range(rows))
         self.prompt, self.began_ns = prompt, began_ns
         self.steps = -1  # the first question comes before the first token
+        self.alike: step_log.AlikeSteps | None = None  # those that decode
 
 
 class Steps(Adapter):
@@ -85,10 +86,13 @@ class Steps(Adapter):
         """Behind `_has_unfinished_sequences`: every row had its next token when that was asked."""
         mine: _Generation | None = getattr(self._mine, "open", None)
         if mine is not None:
-            if mine.steps >= 0:
-                phase = "decode" if mine.steps else "prefill"
-                computed = 1 if mine.steps else mine.prompt
+            if mine.steps > 0:
+                if mine.alike is None:
+                    mine.alike = step_log.AlikeSteps("decode", mine.requests, 1, 1, "transformers")
+                mine.alike.add(mine.began_ns, now_ns, next(self._numbers))
+            elif not mine.steps:
                 times = mine.began_ns, now_ns
-                step_log.told(times, next(self._numbers), phase, mine.requests, 1, computed, "transformers")
+                step_log.told(times, next(self._numbers), "prefill", mine.requests, 1, mine.prompt, "transformers")
+            if mine.steps >= 0:
                 mine.began_ns = now_ns
             mine.steps += 1

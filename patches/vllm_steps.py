@@ -2,8 +2,8 @@
 
 The engine's scheduler knows all of it. What came of a step is read where its outputs were just made: on kvprobe's own
 thread, which makes the lines, another core would have to fetch each of them, and that takes longer than to read them
-here. A step ends at the time that vLLM stamps its outputs with, of which it makes its own times to first tokens and
-between tokens.
+here. Where every request got one token as in the step before, as mostly, no more is told than when. A step ends at the
+time that vLLM stamps its outputs with, of which it makes its own times to first tokens and between tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ class Steps(Adapter):
         super().__init__()
         self._number = 0
         self._began: dict[int, tuple[int, int]] = {}  # scheduler output -> the step's number, when it was begun
-        self._names: list[str] = []  # of the requests that got tokens in the step before: mostly the same ones
+        # Tokens that the step before computed for each request, where each got one and none ended; and what is told of
+        # the steps since that were like it.
+        self._before: dict[str, int] | None = None
+        self._alike: step_log.AlikeSteps | None = None
         self._started: set[str] = set()  # requests that have a token; of kvprobe's own thread alone
 
     def patch(self, patcher: Patcher, module: ModuleType) -> None:
@@ -75,24 +78,31 @@ class Steps(Adapter):
         began = self._began.pop(id(step), None)
         if began is None:
             return
-        end_ns, stamps_s, made = time.monotonic_ns(), [], []
+        computed, end_ns, stamps_s, made = step.num_scheduled_tokens, time.monotonic_ns(), [], []
         for of_client in outputs.values() if outputs else ():
             stamps_s.append(of_client.timestamp)
             made += of_client.outputs
-        names = [one.request_id for one in made]
-        if names != self._names:
-            self._names = names
         tokens = [len(one.new_token_ids) for one in made]
         ended = [one.request_id for one in made if one.finish_reason is not None]
         resumed = _resumed(step.scheduled_cached_reqs) or ()
+        one_each = len(computed) == len(tokens) == tokens.count(1) and not ended and not resumed
+        if one_each and computed == self._before:  # all have tokens: they decode
+            if self._alike is None:
+                self._alike = step_log.AlikeSteps("decode", computed, 1, tuple(computed.values()), "vllm")
+            number, begin_ns = began
+            self._alike.add(begin_ns, _ended_ns(begin_ns, end_ns, stamps_s), number)
+            return
+        self._before, self._alike = computed if one_each else None, None
+        names = [one.request_id for one in made]
         times = *began, end_ns, stamps_s
-        told = threading.get_native_id(), step.num_scheduled_tokens, resumed  # vLLM makes these anew for each step
-        event_log.later(self._tell, times, told, self._names, tokens, ended)
+        told = threading.get_native_id(), computed, resumed  # vLLM makes these anew for each step
+        event_log.later(self._tell, times, told, names, tokens, ended)
 
     def finished(self, call: Call, scheduler: Any, request_ids: Any, *args: Any, **kwargs: Any) -> Any:
         """Around `finish_requests`: they are given up."""
         given = (request_ids,) if isinstance(request_ids, str) else request_ids
         result = call()
+        self._before = self._alike = None  # a request of that name may come again
         if isinstance(given, list | tuple | set | frozenset) and step_log.wanted():
             event_log.later(self._give_up, tuple(given), time.monotonic_ns())
         return result
@@ -113,10 +123,7 @@ class Steps(Adapter):
         ended: list[str],
     ) -> None:
         number, begin_ns, end_ns, stamps_s = times
-        for stamp_s in stamps_s:
-            stamp_ns = int(stamp_s * 1e9)
-            if begin_ns <= stamp_ns <= end_ns:
-                end_ns = stamp_ns
+        end_ns = _ended_ns(begin_ns, end_ns, stamps_s)
         thread, computed, resumed = told
         names, started = tuple(computed), self._started
         started.difference_update(resumed)
@@ -131,6 +138,15 @@ class Steps(Adapter):
         of = "vllm", thread
         step_log.write_step((begin_ns, end_ns), number, phase, names, tokens, tuple(computed.values()), of)
         self._give_up(ended, end_ns)
+
+
+def _ended_ns(begin_ns: int, end_ns: int, stamps_s: list[float]) -> int:
+    """When a step ended by vLLM's own stamps, where they can be."""
+    for stamp_s in stamps_s:
+        stamp_ns = int(stamp_s * 1e9)
+        if begin_ns <= stamp_ns <= end_ns:
+            end_ns = stamp_ns
+    return end_ns
 
 
 def _trace(request: Any) -> str:

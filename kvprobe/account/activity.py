@@ -10,10 +10,10 @@ import numpy as np
 from kvprobe.account.host_functions import of_executions, of_spans
 from kvprobe.account.stretches import NOBODY
 from kvprobe.recordings.assemble import is_kind
-from kvprobe.recordings.intervals import distinct, union
+from kvprobe.recordings.intervals import Cover, distinct, union
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.link_rate import PCIE_5
-from kvprobe.recordings.model import SUBMITTING, Array, Direction, Engine, Memory
+from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Direction, Engine, Memory
 
 __all__ = ["COPY_KERNELS", "Activity", "activities"]
 
@@ -22,6 +22,9 @@ COPY_KERNELS = ("kvp_copy_", "transfer_kernel_impl", "multi_layer_kv_transfer", 
 
 # Of the link's rate, that a copy of pageable memory reaches on the device: 18.6 to 24.4 GB/s of 55 at 1.5 MiB (H100).
 STAGED = 0.39
+
+# A call that is inside another thread's allocation for so long waits for the lock of its context: to submit takes less.
+HELD_NS = 1_000_000
 
 
 def _nothing() -> Array:
@@ -186,7 +189,8 @@ def _submitted(joined: Joined) -> tuple[Array, Array, Array, Array]:
 
     A span's call is the last one before it on its stream that was kept. What begins in a stream that was idle began
     when its submission returned, by the way marks are read; launches are counted and not kept one by one. Of a copy of
-    pageable memory the device sees the end, as long as its bytes take the link: until then its caller stages it.
+    pageable memory the device sees the end, as long as its bytes take the link: until then its caller stages it. A copy
+    whose call waited while another thread allocated or pinned memory began behind that: it is the other's.
     """
     spans = joined.recording.spans
     begun = spans["start_ns"].copy()
@@ -208,16 +212,48 @@ def _submitted(joined: Joined) -> tuple[Array, Array, Array, Array]:
         entered[mine[known[busy]]], returned[mine[known[busy]]] = joined.start[call[busy]], joined.end[call[busy]]
         staged = np.flatnonzero(joined.memory[call] == Memory.PAGEABLE)
         of = mine[known[staged]]
-        rate = np.where(
-            spans["direction"][of] == Direction.D2H, joined.link(Direction.D2H)[0], joined.link(Direction.H2D)[0]
-        )
-        rate = STAGED * np.where(rate > 0, rate, PCIE_5)
-        needs = (spans["bytes"][of] / rate * 1e9).astype(np.int64)
+        needs = (_at_link_rate(joined, of) / STAGED).astype(np.int64)
         copies = spans["engine"][of] == Engine.COPY
         begun[of] = np.where(copies, np.maximum(begun[of], spans["end_ns"][of] - needs), begun[of])
         entered[of] = np.where(copies, joined.start[call[staged]], entered[of])
         returned[of] = np.where(copies, joined.end[call[staged]], returned[of])
+        first = np.flatnonzero((joined.end[call] > start[mine[known]]) & (spans["engine"][mine[known]] == Engine.COPY))
+        holder = _holders(joined, call[first])
+        of, first, holder = mine[known[first[holder >= 0]]], first[holder >= 0], holder[holder >= 0]
+        latest = spans["end_ns"][of] - _at_link_rate(joined, of).astype(np.int64)
+        begun[of] = np.maximum(begun[of], np.minimum(joined.end[holder], latest))
+        caller[of] = joined.caller[holder]
+        entered[of], returned[of] = joined.start[call[first]], joined.end[call[first]]
     return caller, entered, returned, begun
+
+
+def _at_link_rate(joined: Joined, rows: Array) -> Array:
+    """How long the bytes of some spans take the link, ns."""
+    spans = joined.recording.spans
+    rates = [joined.link(one)[0] or PCIE_5 for one in (Direction.D2H, Direction.H2D)]
+    took: Array = spans["bytes"][rows] * 1e9 / np.where(spans["direction"][rows] == Direction.D2H, *rates)
+    return took
+
+
+def _holders(joined: Joined, calls: Array) -> Array:
+    """The call of another thread that each of these waited for as it allocated or pinned memory; -1: none."""
+    found = np.full(len(calls), -1, dtype=np.int64)
+    long = np.flatnonzero(joined.end[calls] - joined.start[calls] >= HELD_NS)
+    holders = np.flatnonzero(is_kind(joined.kind, (CallKind.ALLOC,)) & (joined.end - joined.start >= HELD_NS))
+    holders = holders[np.argsort(joined.end[holders], kind="stable")]
+    for one in long.tolist() if len(holders) else ():
+        call = calls[one]
+        others = holders[
+            (joined.caller[holders] != joined.caller[call]) & (joined.process[holders] == joined.process[call])
+        ]
+        begin, end = joined.start[call], joined.end[call]
+        at = int(np.searchsorted(joined.end[others], end, "right")) - 1  # it goes on when that one returns
+        if at < 0 or end - joined.end[others[at]] > (end - begin) // 10:
+            continue
+        inside = Cover(joined.start[others], joined.end[others]).within(np.array([begin]), np.array([end]))
+        if 2 * inside[0] > end - begin:
+            found[one] = others[at]
+    return found
 
 
 def _usual(joined: Joined, process: int, stream: int) -> int:

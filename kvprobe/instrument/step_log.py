@@ -9,19 +9,31 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
 from kvprobe.environment import DETAIL, MAX_BYTES, RUN, killed
 from kvprobe.instrument import event_log, nvtx_marks
-from kvprobe.runfolder.step_lines import TIMES, StepLines, limit_of
+from kvprobe.runfolder.step_lines import TIMES, Alike, StepLines, limit_of
 
-__all__ = ["MarkedStep", "mark", "mark_request", "told", "wanted", "wanted_at", "write_step", "write_time"]
+__all__ = [
+    "AlikeSteps",
+    "MarkedStep",
+    "mark",
+    "mark_request",
+    "told",
+    "wanted",
+    "wanted_at",
+    "write_step",
+    "write_time",
+]
 
 _lines: StepLines | None = None
 _lines_of = ""
 _ASK_AGAIN_NS = 100_000_000
+_MOST_LEFT = 100_000  # steps; a process whose writer starves loses them instead of memory
 _HELD_BYTES = 65_536  # of lines: what one flush makes is written at its end
 _answer = 0, False  # of `wanted`, and until when it is good
 _lock = threading.RLock()  # to be taken again: a signal's handler may flush while its thread writes
@@ -91,6 +103,45 @@ def write_step(
         lines = _file()
         if lines is not None:
             lines.step(times_ns, step, phase, requests, tokens, computed, of)
+
+
+class AlikeSteps:
+    """Steps that differ in their times and numbers alone, as most that decode: no more is left of each.
+
+    So a server's thread need not name the requests again, and kvprobe's own makes one line of all that it finds.
+    """
+
+    __slots__ = ("_each", "_of", "_told")
+
+    def __init__(
+        self,
+        phase: str,
+        requests: Iterable[Any],
+        tokens: int | Sequence[int],
+        computed: int | Sequence[int] | None,
+        server: str,
+    ) -> None:
+        """As in `told`; on the thread that makes the steps."""
+        self._of = phase, tuple(requests), tokens, computed, (server, threading.get_native_id())
+        self._each: deque[Alike] = deque(maxlen=_MOST_LEFT)
+        self._told = True  # all of `_each`, or kvprobe's own thread will still look at it
+
+    def add(self, begin_ns: int, end_ns: int, step: int | None) -> None:
+        """One step that is over. Never raises."""
+        self._each.append((begin_ns, end_ns, step))
+        if self._told:
+            self._told = False
+            event_log.later(self._write)
+
+    def _write(self) -> None:
+        self._told = True  # before it looks: what comes meanwhile is either found or left once more
+        each = []
+        while self._each:
+            each.append(self._each.popleft())
+        with _lock:
+            lines = _file()
+            if lines is not None:
+                lines.alike(each, *self._of)
 
 
 def write_time(request: Any, what: str, at_ns: int, trace: str = "") -> None:

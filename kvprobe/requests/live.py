@@ -24,6 +24,7 @@ from kvprobe.output.requests import LiveRequestsJson
 from kvprobe.recordings.model import Phase
 from kvprobe.requests.usual import like_of, usual
 from kvprobe.runfolder import files
+from kvprobe.runfolder.step_lines import one_by_one
 
 __all__ = ["SECONDS", "Alerts", "LateTokens", "LiveRequests", "Sums", "Waited", "WaitsNow"]
 
@@ -181,7 +182,8 @@ class _File:
         now, new = WaitsNow(self.pid, self.path.parent), _New()
         for line in self._new():
             with suppress(AttributeError, KeyError, TypeError, ValueError, OverflowError):
-                self._line(line, now, new)
+                for one in one_by_one(line):
+                    self._line(one, now, new)
         self._judge(now, new)
         return now
 

@@ -46,7 +46,7 @@ import msgspec
 
 from kvprobe.errors import RecordingError
 from kvprobe.runfolder import files, packed
-from kvprobe.runfolder.step_lines import LONGEST_ID, MOST_REQUESTS
+from kvprobe.runfolder.step_lines import LONGEST_ID, MOST_REQUESTS, one_by_one
 
 __all__ = ["CONFIDENTIAL", "VERSION", "RunFolder"]
 
@@ -199,7 +199,7 @@ _OfEach = Annotated[list[Annotated[int, msgspec.Meta(ge=0, le=2**62)]], msgspec.
 
 
 class StepLine(TypedDict, total=False):
-    """A step, a request or a time of one; `kvprobe/runfolder/step_lines.py` says more."""
+    """A step, several alike, a request or a time of one; `kvprobe/runfolder/step_lines.py` says more."""
 
     t_ns: Int
     kind: str
@@ -207,6 +207,7 @@ class StepLine(TypedDict, total=False):
     request: Annotated[str, msgspec.Meta(max_length=LONGEST_ID)]
     begin_ns: Int
     step: Int | None
+    each: list[tuple[Int, Int, Int | None]]
     phase: str
     server: Annotated[str, msgspec.Meta(max_length=LONGEST_ID)]
     thread: Int | None
@@ -479,10 +480,13 @@ class RunFolder:
         return (line for line in self._lines(f"events-{pid}.jsonl") if "t_ns" in line and "kind" in line)
 
     def steps(self, pid: int) -> Iterator[Iterator[dict[str, Any]]]:
-        """Lines of each file of steps of a process, oldest first; numbers of requests count within a file."""
+        """Lines of each file of steps of a process, oldest first, one a step; requests' numbers count within a file."""
         names = [f"{what}-{pid}{part}.jsonl" for what in ("steps", "told") for part in ("-before", "")]
         found = [name for name in names if (self.path / name).exists()]
-        return ((line for line in self._lines(name) if "t_ns" in line and "kind" in line) for name in found)
+        return (
+            (one for line in self._lines(name) if "t_ns" in line and "kind" in line for one in one_by_one(line))
+            for name in found
+        )
 
     def told_steps(self) -> list[int]:
         """Processes that told steps, (pids)."""

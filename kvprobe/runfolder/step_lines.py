@@ -10,6 +10,8 @@ One JSON object a line, each with `t_ns` (CLOCK_MONOTONIC) and `kind`:
 * `"step"`: a step ended at `t_ns`; `begin_ns`, `step` (the server's number or null), `phase` (`prefill`, `decode`,
   `mixed`, `load`, `store`, `unknown`), `server`, `thread`, `requests` (numbers), `tokens` (emitted for each of them: a
   list, or one number for all), `computed` (tokens that the step computed for each, as a list or one number, or null);
+* `"steps"`: several that differ in their times and numbers alone, the last of which ended at `t_ns`: `each`, a list of
+  [`begin_ns`, `end_ns`, `step`], and the rest as of one step;
 * `"arrived"`, `"first token"`, `"ended"`: of the request that `n` stands for; `trace`, where the server told it: its
   trace context, a `traceparent` of W3C.
 """
@@ -19,14 +21,16 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from kvprobe.runfolder import files
 
-__all__ = ["LONGEST_ID", "MOST_REQUESTS", "PHASES", "TIMES", "TRACE", "StepLines", "limit_of"]
+__all__ = ["LONGEST_ID", "MOST_REQUESTS", "PHASES", "TIMES", "TRACE", "Alike", "StepLines", "limit_of", "one_by_one"]
+
+Alike = tuple[int, int, int | None]  # begin and end in ns, and the server's number, of a step like others
 
 PHASES = ("unknown", "prefill", "decode", "mixed", "load", "store")
 TIMES = ("arrived", "first token", "ended")
@@ -34,6 +38,7 @@ TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")  # http
 LONGEST_ID = 200  # characters of a request's id; the rest is cut
 MOST_REQUESTS = 8192  # of one step; more are left out
 _MOST_NUMBERED = 100_000
+_MOST_ALIKE = 1000  # steps of a line
 _LIMIT_BYTES, _TOTALS_BYTES = 64 << 20, 4 << 20  # of a file; of a run that keeps totals only, which may last for months
 
 
@@ -41,6 +46,15 @@ def limit_of(totals: bool, max_bytes: int) -> int:
     """Bytes of a process's file; `max_bytes`: of the whole run, 0 for any number."""
     limit = _TOTALS_BYTES if totals else _LIMIT_BYTES
     return min(limit, max_bytes // 16) if max_bytes else limit
+
+
+def one_by_one(line: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A line of the file as lines of one step each; one that is of no step as it is."""
+    if line.get("kind") != "steps":
+        yield line
+        return
+    for begin_ns, end_ns, step in line.get("each") or ():
+        yield {**line, "kind": "step", "t_ns": end_ns, "begin_ns": begin_ns, "step": step}
 
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -89,16 +103,46 @@ class StepLines:
         of: tuple[str, int] = ("", -1),
     ) -> None:
         """One step, from and to `times_ns`; `of`: its server and its thread."""
+        same = self._same(phase, requests, tokens, computed, of, times_ns[1])
+        self._put(  # an encoder takes five times as long
+            f'{{"t_ns":{_json(times_ns[1])},"kind":"step","begin_ns":{_json(times_ns[0])},"step":{_json(step)},{same}'
+        )
+
+    def alike(
+        self,
+        each: Sequence[Alike],
+        phase: str,
+        requests: Sequence[Any],
+        tokens: int | Sequence[int],
+        computed: int | Sequence[int] | None,
+        of: tuple[str, int],
+    ) -> None:
+        """Several steps that differ in no more than `each` says; the rest as in `step`."""
+        for at in range(0, len(each), _MOST_ALIKE):
+            told = each[at : at + _MOST_ALIKE]
+            same = self._same(phase, requests, tokens, computed, of, told[-1][1])
+            listed = ",".join([f"[{_json(begin)},{_json(end)},{_json(step)}]" for begin, end, step in told])
+            self._put(f'{{"t_ns":{_json(told[-1][1])},"kind":"steps","each":[{listed}],{same}')
+
+    def _same(
+        self,
+        phase: str,
+        requests: Sequence[Any],
+        tokens: int | Sequence[int],
+        computed: int | Sequence[int] | None,
+        of: tuple[str, int],
+        at_ns: int,
+    ) -> str:
+        """What a line says of a step but for its times and its number; names requests that are new before."""
         names = tuple(requests)
         many = min(len(names), MOST_REQUESTS)
         if names != self._listed[0]:
             listed = names[:MOST_REQUESTS]
             numbers = [*map(self._numbers.get, listed)]
             if None in numbers:
-                numbers = [self._number(str(one), times_ns[1]) for one in listed]
+                numbers = [self._number(str(one), at_ns) for one in listed]
             self._listed = names, _encode(numbers)
-        self._put(  # an encoder takes five times as long
-            f'{{"t_ns":{_json(times_ns[1])},"kind":"step","begin_ns":{_json(times_ns[0])},"step":{_json(step)},'
+        return (
             f'"phase":"{phase if phase in PHASES else PHASES[0]}","server":{_quoted(of[0])},"thread":{_json(of[1])},'
             f'"tokens":{_each(tokens, many)},"computed":{_each(computed, many)},"requests":{self._listed[1]}}}'
         )

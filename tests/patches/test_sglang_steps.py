@@ -1,6 +1,8 @@
 """What SGLang's steps are told as: tokens of each request, also of one that is in a step after it has ended."""
 
 import json
+import random
+import weakref
 from types import SimpleNamespace as Made
 
 import pytest
@@ -8,19 +10,52 @@ from opentelemetry import propagate
 
 from kvprobe.instrument import event_log
 from kvprobe.patches.sglang_steps import Steps
+from kvprobe.runfolder.step_lines import one_by_one
+
+STATS = Made(last_decode_finish_time=0.0, last_prefill_finished_time=0.0, last_chunked_prefill_finish_time=0.0)
+
+
+class Server:
+    """The adapter's hook, called as SGLang's scheduler would call it."""
+
+    def __init__(self):
+        self.steps = Steps()
+        self.scheduler = Made(metrics_reporter=Made(is_stats_logging_rank=True), pp_group=Made(is_first_rank=True))
+
+    def step(self, number, mode, requests, computed=None):
+        batch = Made(forward_mode=Made(name=mode), reqs=requests, launch_ts=None, forward_iter=number)
+        batch.extend_lens = computed
+        self.steps.stepped(number * 1000, None, (self.scheduler, batch, None), {})
+
+
+class Request:
+    def __init__(self, name):
+        self.rid, self.output_ids, self.finished_reason, self.time_stats = name, [], None, STATS
+
+
+def told_in(folder):
+    """Steps as they were told, by the names of their requests, and who ended."""
+    (path,) = folder.glob("steps-*.jsonl")
+    names, told, ended = {}, [], []
+    lines = [one for line in path.read_text().splitlines() for one in one_by_one(json.loads(line))]
+    for line in lines:
+        if line["kind"] == "request":
+            names[line["n"]] = line["request"]
+        elif line["kind"] == "step":
+            of = [names[n] for n in line["requests"]]
+            told.append((line["step"], line["phase"], of, line["tokens"], line["computed"]))
+        elif line["kind"] == "ended":
+            ended.append(names[line["n"]])
+    return told, ended
 
 
 def test_tokens_and_ends_are_told_once(tmp_path, monkeypatch):
     monkeypatch.setenv("KVPROBE_RUN", str(tmp_path))
-    stats = Made(last_decode_finish_time=0.0, last_prefill_finished_time=0.0, last_chunked_prefill_finish_time=0.0)
-    a, b = (Made(rid=name, output_ids=[], finished_reason=None, time_stats=stats) for name in "ab")
-    scheduler = Made(metrics_reporter=Made(is_stats_logging_rank=True), pp_group=Made(is_first_rank=True))
-    steps = Steps()
+    a, b = Request("a"), Request("b")
+    server = Server()
 
-    def step(number, mode, requests, computed=None):
-        batch = Made(forward_mode=Made(name=mode), reqs=requests, launch_ts=None, forward_iter=number)
-        batch.extend_lens = computed
-        steps.stepped(number * 1000, None, (scheduler, batch, None), {})
+    def step(*given):
+        server.step(*given)
         event_log.flush()
 
     step(1, "EXTEND", [a], [256])  # a chunk of its prompt: no token
@@ -36,17 +71,7 @@ def test_tokens_and_ends_are_told_once(tmp_path, monkeypatch):
     b.output_ids.append(6)
     step(5, "DECODE", [b, a])  # was launched before the end of a was known
     step(6, "IDLE", [])
-    (path,) = tmp_path.glob("steps-*.jsonl")
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    names, told, ended = {}, [], []
-    for line in lines:
-        if line["kind"] == "request":
-            names[line["n"]] = line["request"]
-        elif line["kind"] == "step":
-            of = [names[n] for n in line["requests"]]
-            told.append((line["step"], line["phase"], of, line["tokens"], line["computed"]))
-        elif line["kind"] == "ended":
-            ended.append(names[line["n"]])
+    told, ended = told_in(tmp_path)
     assert told == [
         (1, "prefill", ["a"], 0, 256),
         (2, "prefill", ["a"], 1, 100),
@@ -55,6 +80,63 @@ def test_tokens_and_ends_are_told_once(tmp_path, monkeypatch):
         (5, "decode", ["b", "a"], [1, 0], 1),
     ]
     assert ended == ["a"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_history_is_told_as_it_was(tmp_path, monkeypatch, seed):
+    """Most steps are like the one before. Requests come and end, one is in a step more, one is put off and its tokens
+    are moved."""
+    monkeypatch.setenv("KVPROBE_RUN", str(tmp_path))
+    chance, server, running, names = random.Random(seed), Server(), [], iter(range(10_000))
+    truth, ends, over = [], [], []
+    for number in range(300):
+        fresh = [Request(f"r{next(names)}") for _ in range(chance.choice([1, 2]))] if chance.random() < 0.05 else []
+        if fresh or not (running or over):
+            batch = fresh = fresh or [Request(f"r{next(names)}")]
+            mode, computed = "EXTEND", [chance.choice([1, 300]) for _ in fresh]
+        else:
+            batch, mode, computed = [*running, *over], "DECODE", None
+        running += fresh
+        emitted = []
+        for one in batch:
+            new = 0 if one in over else 1 if one in fresh else chance.choice([1] * 150 + [0, 2])
+            one.output_ids += [5] * new
+            emitted.append(new)
+        over = [] if mode == "DECODE" else over
+        for one in [one for one in batch if one in running and chance.random() < 0.005]:
+            one.finished_reason = "length"
+            running.remove(one)
+            ends.append(one.rid)
+            over += [one] * (chance.random() < 0.5)  # it is in the next step still
+        phase = "prefill" if mode == "EXTEND" else "decode"
+        truth.append((number, phase, [one.rid for one in batch], emitted, computed or [1] * len(batch)))
+        server.step(number, mode, batch, computed)
+        for one in running:
+            if chance.random() < 0.005:
+                one.output_ids = [*one.output_ids]
+        if chance.random() < 0.1:
+            event_log.flush()
+    event_log.flush()
+    told, ended = told_in(tmp_path)
+    each = [(*one[:3], *([of] * len(one[2]) if isinstance(of, int) else of for of in one[3:])) for one in told]
+    assert each == truth
+    assert ended == ends
+    (path,) = tmp_path.glob("steps-*.jsonl")
+    assert '"kind":"steps"' in path.read_text()
+
+
+def test_nothing_is_held_of_a_request_that_has_ended(tmp_path, monkeypatch):
+    """It may hold images."""
+    monkeypatch.setenv("KVPROBE_RUN", str(tmp_path))
+    one, server = Request("a"), Server()
+    for number in range(4):
+        one.output_ids.append(5)
+        one.finished_reason = "length" if number == 3 else None
+        server.step(number, "DECODE" if number else "EXTEND", [one], [7])
+    gone = weakref.ref(one)
+    del one
+    event_log.flush()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("traced", [True, False])

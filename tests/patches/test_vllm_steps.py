@@ -1,6 +1,7 @@
 """What vLLM's requests are told with: the trace that they came with."""
 
 import json
+import random
 import time
 from types import SimpleNamespace as Made
 
@@ -8,6 +9,7 @@ import pytest
 
 from kvprobe.instrument import event_log
 from kvprobe.patches.vllm_steps import Steps
+from kvprobe.runfolder.step_lines import one_by_one
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
@@ -33,7 +35,8 @@ def told_in(folder):
     """Steps as they were told, by the names of their requests, and who ended."""
     (path,) = folder.glob("steps-*.jsonl")
     names, told, ended = {}, [], []
-    for line in map(json.loads, path.read_text().splitlines()):
+    lines = [one for line in path.read_text().splitlines() for one in one_by_one(json.loads(line))]
+    for line in lines:
         if line["kind"] == "request":
             names[line["n"]] = line["request"]
         elif line["kind"] == "step":
@@ -44,13 +47,14 @@ def told_in(folder):
     return told, ended
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_who_got_how_many_tokens_is_told_of_every_step(tmp_path, monkeypatch, apart):
-    monkeypatch.setenv("KVPROBE_RUN", str(tmp_path))
-    steps = Steps()
+class Server:
+    """The adapter's hooks, called as vLLM's scheduler would call them."""
 
-    def step(computed, emitted, ended=(), resumed=()):
+    def __init__(self, apart=False):
         """`apart`: each request is of another client, and the last one's outputs come first."""
+        self.steps, self.apart = Steps(), apart
+
+    def step(self, computed, emitted, ended=(), resumed=()):
         scheduled = Made(
             total_num_scheduled_tokens=sum(computed.values()),
             num_scheduled_tokens=computed,
@@ -61,10 +65,16 @@ def test_who_got_how_many_tokens_is_told_of_every_step(tmp_path, monkeypatch, ap
             for name, new in emitted.items()
         ]
         now_ns = time.monotonic_ns()
-        steps.scheduled(now_ns, scheduled, (None,), {})
-        of_clients = [[one] for one in reversed(made)] if apart else [made]
+        self.steps.scheduled(now_ns, scheduled, (None,), {})
+        of_clients = [[one] for one in reversed(made)] if self.apart else [made]
         outputs = {n: Made(timestamp=now_ns / 1e9, outputs=of) for n, of in enumerate(of_clients)}
-        steps.stepped(now_ns, outputs, (None, scheduled), {})
+        self.steps.stepped(now_ns, outputs, (None, scheduled), {})
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_who_got_how_many_tokens_is_told_of_every_step(tmp_path, monkeypatch, apart):
+    monkeypatch.setenv("KVPROBE_RUN", str(tmp_path))
+    step = Server(apart).step
 
     step({"a": 256}, {})  # a chunk of its prompt: no token
     step({"a": 44}, {"a": 1})
@@ -85,3 +95,46 @@ def test_who_got_how_many_tokens_is_told_of_every_step(tmp_path, monkeypatch, ap
         (6, "decode", ["a", "b"], 1, 1),
     ]
     assert sorted(ended) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_history_is_told_as_it_was(tmp_path, monkeypatch, seed):
+    """Most steps are like the one before. Requests come, end, are given up and come again, are put off and resumed."""
+    monkeypatch.setenv("KVPROBE_RUN", str(tmp_path))
+    chance, server, left, has_token = random.Random(seed), Server(apart=seed % 2 == 1), {}, set()
+    truth, ends = [], []
+    for number in range(300):
+        if len(left) < 2 or chance.random() < 0.05:
+            left.setdefault(chance.choice("abcdefgh"), chance.choice([1, 1, 900]))  # tokens of its prompt that are left
+        resumed = {one for one in left if one in has_token and chance.random() < 0.005}
+        has_token -= resumed
+        left |= dict.fromkeys(resumed, chance.choice([1, 500]))
+        computed = {one: min(tokens, 400) for one, tokens in left.items()}
+        new = {one: chance.choice([1] * 150 + [0, 2]) for one, tokens in left.items() if tokens <= 400}
+        emitted = {one: tokens for one, tokens in new.items() if tokens}
+        ended = {one for one in emitted if chance.random() < 0.01}
+        prefills = len(left.keys() - has_token)
+        phase = "mixed" if 0 < prefills < len(left) else "prefill" if prefills else "decode"
+        tokens = [emitted.get(one, 0) for one in left]
+        truth.append((number, phase, [*left], tokens, [*computed.values()]))
+        server.step(computed, emitted, ended, resumed)
+        has_token |= emitted.keys()
+        left = {one: 1 if one in emitted else max(1, tokens - 400) for one, tokens in left.items()}
+        given_up = {one for one in left.keys() - ended if chance.random() < 0.005}
+        if given_up:
+            server.steps.finished(lambda: None, None, given_up, None)
+        for one in (*ended, *given_up):
+            has_token.discard(one)
+            ends.append(one)
+        left = {one: 1 for one in left if one not in ended and (one not in given_up or chance.random() < 0.5)} | {
+            one: tokens for one, tokens in left.items() if one not in (*ended, *given_up)
+        }  # half of those that were given up come again at once
+        if chance.random() < 0.1:
+            event_log.flush()
+    event_log.flush()
+    told, ended = told_in(tmp_path)
+    each = [(*one[:3], *([of] * len(one[2]) if isinstance(of, int) else of for of in one[3:])) for one in told]
+    assert each == truth
+    assert sorted(ended) == sorted(ends)
+    (path,) = tmp_path.glob("steps-*.jsonl")
+    assert '"kind":"steps"' in path.read_text()

@@ -8,6 +8,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -199,6 +200,8 @@ def test_what_another_user_sends_is_refused(tmp_path):
         {"kind": "step", "requests": [0, 1, 2**70]},
         {"kind": "step", "requests": "all"},
         {"kind": "step", "tokens": [-1]},
+        {"kind": "steps", "requests": [0], "each": [[1, 2]]},
+        {"kind": "steps", "requests": [0], "each": [[1, 2**70, 3]]},
         {"kind": "request", "n": 0, "request": "a" * 1000},
         {"kind": "arrived", "n": "x"},
         "no object",
@@ -243,6 +246,47 @@ def test_what_is_the_same_for_every_request_is_written_once(tmp_path):
     assert held(recording)[3] == (3, "mixed", {"a": 1, "b": 2})
     assert recording.step_requests["computed"].tolist() == [7, 7, 7, 7, 7, 7, 7, 8, 1, 1]
     assert not any("steps-5" in note for note in recording.notes)
+
+
+def test_steps_alike_are_one_line_and_read_as_each_of_them(tmp_path):
+    """Also where they are more than a line takes, and where a file has grown full between."""
+    apart, together = tmp_path / "apart", tmp_path / "together"
+    for folder in (apart, together):
+        folder.mkdir()
+    each = [(10 * step, 10 * step + 9, step) for step in range(1, 2500)]
+    lines = StepLines(apart, "steps-5", 1 << 20)
+    for begin, end, step in each:
+        lines.step((begin, end), step, "decode", ["a", "b"], 1, [7, 8], ("vllm", 3))
+    lines = StepLines(together, "steps-5", 40_000)
+    for at in (0, 1200, 1201):
+        lines.alike(each[at : {0: 1200, 1200: 1201}.get(at)], "decode", ["a", "b"], 1, [7, 8], ("vllm", 3))
+    assert (together / "steps-5-before.jsonl").exists()
+    one, other = (open_recording(_run_folder(folder)) for folder in (apart, together))
+    assert held(one) == held(other) and len(held(one)) == 2499
+    for table in ("steps", "step_requests"):
+        for name, column in one.tables[table].columns.items():
+            assert column.tolist() == other.tables[table][name].tolist(), (table, name)
+    assert other.notes == one.notes
+
+
+def test_steps_alike_are_all_told_once_while_they_are_written(folder):
+    """By a server's thread that leaves them while kvprobe's own looks again and again."""
+    alike = step_log.AlikeSteps("decode", ["a", "b"], 1, 1, "server")
+    done = threading.Event()
+
+    def serve():
+        for step in range(20_000):
+            alike.add(10 * step, 10 * step + 9, step)
+        done.set()
+
+    serving = threading.Thread(target=serve)
+    serving.start()
+    while not done.is_set():
+        event_log.flush()
+    serving.join()
+    event_log.flush()
+    recording = open_recording(folder)
+    assert sorted(recording.steps["step"].tolist()) == list(range(20_000))
 
 
 def with_ranges(*ranges: tuple[int, int, str]) -> Recording:

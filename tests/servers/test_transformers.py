@@ -8,6 +8,7 @@ import pytest
 import kvprobe.instrument as instrument
 from kvprobe.instrument import event_log
 from kvprobe.instrument.calls import TimedCalls
+from kvprobe.runfolder.step_lines import one_by_one
 
 pytestmark = pytest.mark.servers
 torch = pytest.importorskip("torch")
@@ -120,11 +121,11 @@ def test_the_steps_of_generate_are_its_tokens_and_the_tokens_stay_the_same(model
     assert seen.states["transformers.steps"].startswith("removed")
     event_log.flush()
     (file,) = tmp_path.glob("steps-*.jsonl")
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = [one for line in file.read_text().splitlines() for one in one_by_one(json.loads(line))]
     steps = [line for line in lines if line["kind"] == "step"]
     assert [one["step"] for one in steps] == list(range(10))
     assert [one["phase"] for one in steps] == 2 * ["prefill", *4 * ["decode"]]
-    assert [one["computed"] for one in steps] == 2 * [[8] * rows, *4 * [[1] * rows]]
+    assert [one["computed"] for one in steps] == 2 * [8, *4 * [1]]
     assert all(one["tokens"] == 1 and len(one["requests"]) == rows for one in steps)
     times = [at for one in steps for at in (one["begin_ns"], one["t_ns"])]
     assert before <= times[0] and times == sorted(times) and times[-1] <= after

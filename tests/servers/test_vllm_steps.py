@@ -14,6 +14,7 @@ from kvprobe.recordings.model import Phase, Recording, Source
 from kvprobe.recordings.steps import Steps
 from kvprobe.recordings.vocabulary import Names
 from kvprobe.requests.served import served
+from kvprobe.runfolder.step_lines import one_by_one
 
 pytestmark = [pytest.mark.servers, pytest.mark.slow, pytest.mark.timeout(1500)]
 HERE = Path(__file__).resolve().parent
@@ -55,7 +56,8 @@ def told_in(folder):
     names = Names()
     steps = Steps(names)
     (file,) = folder.glob("steps-*.jsonl")
-    steps.lines(map(json.loads, file.read_text().splitlines()), 0, 0, 0)
+    lines = map(json.loads, file.read_text().splitlines())
+    steps.lines((one for line in lines for one in one_by_one(line)), 0, 0, 0)
     recording = Recording([Source("one", "run")], names=names.list)
     steps.fill(recording)
     return recording
