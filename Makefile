@@ -5,8 +5,11 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
+# pip compiles one file after another, and packages' own tests as well: more than half the time of installing torch.
+INSTALL = $(PIP) install --no-compile -e $(1) && { $(BIN)/python -m compileall -qq -j 0 -x '/tests?/' $(VENV)/lib || true; }
 TESTS  ?= tests
-WORKERS ?= $(shell nproc)
+# More than cores: a third of the time tests wait for programs that they started, or for a clock.
+WORKERS ?= $(shell echo $$(( $$(nproc) * 3 / 2 )))
 
 # make interleave    real threads under a scheduler; make mutants    deliberate bugs: which live?
 # make simulate    random histories of the engine in virtual time; make soak    engines for an hour on the real clock
@@ -15,11 +18,12 @@ WORKERS ?= $(shell nproc)
 demo: $(VENV)/.installed
 	$(BIN)/kvprobe demo --report reports/demo.html
 
-# In as many processes as there are cores. Servers' own files come from the package index once (some 20 MB, cached).
+# Files with slow tests begin (tests/conftest.py). Servers' own files come from the package index once (20 MB, cached).
 # Compiled before: tests start kvprobe often, and where PYTHONDONTWRITEBYTECODE is set each start would compile it anew.
 test: $(VENV)/.test
 	$(BIN)/python -m compileall -q -j 0 -x '/(test_|conftest)[^/]*$$' kvprobe patches tests
-	KVPROBE_DOWNLOAD=1 $(BIN)/python -m pytest -rsfE -n $(WORKERS) --dist loadfile --max-worker-restart=0 -m "not servers and not gpu" $(TESTS)
+	KVPROBE_DOWNLOAD=1 $(BIN)/python -m pytest -rsfE -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
+		--max-worker-restart=0 -m "not servers and not gpu" $(TESTS)
 
 # The servers' real packages, from the index (some GB): three environments, because they want different libraries, and
 # another with vLLM 0.33's Python files over the second (tests/servers/vllm33.py).
@@ -122,16 +126,16 @@ $(VENV)/bin/python:
 SOURCES := pyproject.toml $(wildcard kvprobe/instrument/carried/*.py) $(shell find kvprobe/native -name '*.[ch]' -o -name build.py)
 $(VENV)/.installed: $(VENV)/bin/python $(SOURCES)
 	@command -v $${CC:-cc} >/dev/null || { echo "kvprobe: no C compiler: install one (Debian: apt-get install gcc) or set CC" >&2; exit 1; }
-	$(PIP) install -e .
+	$(call INSTALL,.)
 	$(BIN)/python -m kvprobe.native.build >/dev/null
 	touch $@
 
 $(VENV)/.test: $(VENV)/.installed
-	$(PIP) install -e '.[test]'
+	$(call INSTALL,'.[test]')
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.installed
-	$(PIP) install -e '.[lint]'
+	$(call INSTALL,'.[lint]')
 	touch $@
 
 # The documentation: build/docs/index.html, every command, cause, format, variable and public name; build/man/kvprobe.1.

@@ -7,6 +7,7 @@ import faulthandler
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from tests import public_recordings
 
 STDERR = pytest.StashKey[int]()
+WRITES_NONE = pytest.StashKey[bool]()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -42,6 +44,8 @@ def real_time() -> Iterator[None]:
 def pytest_configure(config: pytest.Config) -> None:
     """Where stacks go is kept: while a test runs, its own output is captured."""
     config.stash[STDERR] = os.dup(sys.__stderr__.fileno()) if sys.__stderr__ else -1
+    if hasattr(config, "workerinput"):
+        _begin_elsewhere(config)
     with contextlib.suppress(ImportError):  # where a server's packages alone are installed
         from hypothesis import HealthCheck, settings
 
@@ -49,6 +53,36 @@ def pytest_configure(config: pytest.Config) -> None:
         unhurried = [HealthCheck.too_slow]
         settings.register_profile("kvprobe", deadline=None, derandomize=True, suppress_health_check=unhurried)
         settings.load_profile("kvprobe")
+
+
+def _begin_elsewhere(config: pytest.Config) -> None:
+    """Each of pytest-xdist's workers collects from another place on, and finds compiled what the others came to first.
+
+    That is most of collecting: pytest compiles anew each `assert`.
+    """
+    config.stash[WRITES_NONE], sys.dont_write_bytecode = sys.dont_write_bytecode, False
+    number, of = int(config.workerinput["workerid"].removeprefix("gw")), config.workerinput["workercount"]
+    parts: list[Path] = []
+    for given in map(Path, config.args):
+        inside = sorted(given.iterdir()) if given.is_dir() else [given]
+        parts += [path for path in inside if path == given or path.match("test_*.py") or _is_of_tests(path)]
+    at = len(parts) * number // of
+    config.args[:] = map(str, parts[at:] + parts[:at])
+
+
+def _is_of_tests(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.glob("test_*.py"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Workers take whole files from the front: those with slow tests, then by number, to end together."""
+    if not hasattr(config, "workerinput"):
+        return
+    sys.dont_write_bytecode = config.stash[WRITES_NONE]
+    files = Counter(item.path for item in items)
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: (item.path not in slow, -files[item.path], item.path))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

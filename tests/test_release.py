@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)[1]
 
 
+@pytest.mark.slow
 def test_two_builds_in_two_folders_are_the_same(tmp_path) -> None:
     pytest.importorskip("hatchling")
     left_out = shutil.ignore_patterns("__pycache__", "lib", "*.so")

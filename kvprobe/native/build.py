@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def build(target: Path = LIB, extra_cflags: tuple[str, ...] = ()) -> list[Path]:
     nvtx = ["-DKVP_HAVE_NVTX=1", "-isystem", str(include), f"-ffile-prefix-map={include}=nvtx"] if include else []
     # the same bytes in every folder: debuggers find the sources from the tree's root
     paths = f"-ffile-prefix-map={NATIVE.parents[1]}=."
-    built = []
+    stale, built = [], []
     for name, patterns in LIBRARIES.items():
         sources = sorted({path for pattern in patterns for path in NATIVE.glob(pattern)})
         output = target / name
@@ -100,17 +101,25 @@ def build(target: Path = LIB, extra_cflags: tuple[str, ...] = ()) -> list[Path]:
             continue
         newest = max(path.stat().st_mtime for path in [*sources, *headers, Path(__file__)])
         if not output.exists() or output.stat().st_mtime < newest:
-            partial = output.with_name(f".{name}.{os.getpid()}")
             private = ["-DKVP_PRIVATE_CORE=1"] if name == "libkvprobe_interpose.so" else []
             command = [*compiler(), *CFLAGS, paths, *extra_cflags, *private, *nvtx, f"-I{NATIVE / 'src'}"]
-            command += ["-o", str(partial), *map(str, sources), *LDFLAGS, *shlex.split(os.environ.get("LDFLAGS", ""))]
-            done = subprocess.run(command, cwd=NATIVE, capture_output=True, text=True, check=False)
-            if done.returncode:
-                partial.unlink(missing_ok=True)
-                raise BuildError(f"{name} did not compile ({shlex.join(command[:1])}):\n{done.stderr.strip()}")
-            partial.replace(output)
+            stale.append((command, sources, output))
         built.append(output)
+    with ThreadPoolExecutor(os.cpu_count()) as cores:
+        for _ in cores.map(_link, stale):  # raises what failed
+            pass
     return built
+
+
+def _link(library: tuple[list[str], list[Path], Path]) -> None:
+    command, sources, output = library
+    partial = output.with_name(f".{output.name}.{os.getpid()}")
+    whole = [*command, "-o", str(partial), *map(str, sources), *LDFLAGS, *shlex.split(os.environ.get("LDFLAGS", ""))]
+    done = subprocess.run(whole, cwd=NATIVE, capture_output=True, text=True, check=False)
+    if done.returncode:
+        partial.unlink(missing_ok=True)
+        raise BuildError(f"{output.name} did not compile ({shlex.join(command[:1])}):\n{done.stderr.strip()}")
+    partial.replace(output)
 
 
 def main() -> int:

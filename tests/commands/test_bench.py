@@ -19,6 +19,7 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert found["b"] == {"median": 30.0, "ratio": 0.5, "ratio_low": 0.4, "ratio_high": 1.5}
 
 
+@pytest.mark.slow
 def test_a_short_run_compares_all_policies_and_methods() -> None:
     command = [sys.executable, "-m", "kvprobe", "bench", "--device", "host", "--seconds", "2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

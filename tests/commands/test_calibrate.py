@@ -34,6 +34,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path, Path
     return json.loads(done.stdout), page, cache
 
 
+@pytest.mark.slow
 def test_every_method_is_measured_in_both_directions(measured: tuple[dict, Path, Path]) -> None:
     result = measured[0]
     ways = {(row["direction"], row["method"], row["ctas"]) for row in result["rows"]}

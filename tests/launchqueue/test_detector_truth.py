@@ -34,6 +34,7 @@ def test_no_alarm_among_healthy_copies_with_pauses_and_pageable_memory(truth: Mo
     assert "pageable memory" in outcome["said"]
 
 
+@pytest.mark.slow
 def test_every_seeded_saturation_is_named(truth: ModuleType) -> None:
     outcome = truth.saturations(8, seed=11)
     assert outcome["saturations"] == 8

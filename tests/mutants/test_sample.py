@@ -52,6 +52,7 @@ def test_a_broken_promise_is_caught_in_seconds(tree: Tree, what: str) -> None:
         tree.restore(mutant)
 
 
+@pytest.mark.slow
 def test_the_program_as_it_is_passes_what_catches_mutants(tree: Tree) -> None:
     as_it_is = next(c_source.mutants())
     assert [tree.run(check) for check in checks_of(as_it_is, quick=True)] == [None] * 3

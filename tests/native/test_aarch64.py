@@ -50,6 +50,7 @@ def run(program: Path, *arguments: object, **environment: object) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_every_library_is_loaded_while_the_program_runs(libraries: Path) -> None:
     """As Python does it: no thread-local variable wants more than dlopen can give there."""
     load = compiled(HERE / "programs" / "load.c", libraries)

@@ -14,6 +14,7 @@ SOURCES = ("clock.c", "image.c", "wire.c")
 RUNTIME = [*sorted((build.NATIVE / "hostrt").glob("*.c")), *(build.NATIVE / "src" / name for name in SOURCES)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sanitizer", "rounds"), [("thread", 40), ("address,undefined", 60)])
 def test_no_report_while_everything_happens_at_once(
     compile_sanitized: Callable[..., Path], without_report: Callable[..., str], sanitizer: str, rounds: int

@@ -66,6 +66,7 @@ def copies_in(folder: Path) -> int:
     return sum(read_ring(path).calls().get("cudaMemcpyAsync", (0, 0, 0))[0] for path in folder.glob("*.kvp"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("marks", ["off", "on"])
 @pytest.mark.parametrize("child", ["none", "fork", "exec"])
 def test_no_report_while_threads_copy_load_plugins_and_fork(

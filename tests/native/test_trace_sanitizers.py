@@ -57,6 +57,7 @@ print("natively", natively, "saturated", saturated)
 """
 
 
+@pytest.mark.slow
 def test_no_report_for_random_and_damaged_traces(tmp_path):
     library = tmp_path / "libkvprobe_trace.so"
     sources = sorted((build.NATIVE / "trace").glob("*.c"))

@@ -125,6 +125,7 @@ def test_bytes_come_back_and_every_batch_is_timed(worker, fix):
         assert t["queue_ns"] >= 0
 
 
+@pytest.mark.slow
 def test_the_import_hooks_reach_the_real_package(wheel_tree, tmp_path):
     for name in NEEDED:
         pytest.importorskip(name)

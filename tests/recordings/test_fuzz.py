@@ -279,6 +279,7 @@ def test_public_recordings_are_never_changed(shared):
         assert not beside
 
 
+@pytest.mark.slow
 def test_as_many_names_threads_and_streams_as_calls_take_no_pass_each(tmp_path):
     """Two passes over all calls for each name took 38 s of 100,000; of 200,000 four times that."""
     path = tmp_path / "x.json"

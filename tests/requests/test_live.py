@@ -156,6 +156,7 @@ def test_a_file_that_was_full_goes_on_where_it_was(tmp_path: Path) -> None:
     assert sums["first"].count == 2 and sums["between"].count == 398 and sums["between"].late == 0
 
 
+@pytest.mark.slow
 def test_of_a_large_file_the_newest_is_read_and_nobody_is_taken_for_new(tmp_path: Path) -> None:
     lines, at = StepLines(tmp_path, "steps-7", 1 << 30), 0
     while (tmp_path / "steps-7.jsonl").stat().st_size < MOST_BYTES + 50_000 if at else True:

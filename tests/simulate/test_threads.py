@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import subprocess
 
+import pytest
+
 from .threads import explore, explored
 
 
+@pytest.mark.slow
 def test_no_interleaving_breaks_a_promise() -> None:
     assert explore(0, 300) == (0, "300 interleavings")
 
