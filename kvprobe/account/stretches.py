@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvprobe.recordings.assemble import is_kind
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import ascending
 from kvprobe.recordings.model import Array
 
@@ -71,7 +71,7 @@ class Stretches:
 
     def total_ns(self, lines: Sequence[int] | Array) -> int:
         """Time in these lines."""
-        mine = np.flatnonzero(is_kind(self.line, [int(line) for line in lines]))
+        mine = np.flatnonzero(among(self.line, [int(line) for line in lines]))
         return int((self.edges[mine + 1] - self.edges[mine]).sum())
 
     def cut(self, start: Array, end: Array) -> Array:

@@ -37,7 +37,7 @@ from kvprobe.diagnosis.finding import (
 from kvprobe.diagnosis.traced import longest
 from kvprobe.durations import time_text
 from kvprobe.launchqueue.constants import LEAST_NS, NOTABLE_NS, NOTABLE_SHARE
-from kvprobe.recordings.assemble import pairs, positions
+from kvprobe.recordings.assemble import among, pairs, positions
 from kvprobe.recordings.intervals import Cover, distinct, group_starts, in_time
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.model import CallKind, Direction, Engine, Label, Memory, Recording
@@ -206,9 +206,8 @@ class JoinedRecording(Joined):
     def call_counts(self, kinds: Sequence[CallKind]) -> Array:
         """Calls of these kinds by stream, (streams,) float64: those in the recording, or in its totals where more."""
         calls, totals, streams = self.recording.calls, self.recording.totals, self.recording.streams.rows
-        kind = np.array(kinds, dtype=np.uint8)
-        kept = (calls["stream"] >= 0) & np.isin(calls["kind"], kind)
-        counted = (totals["stream"] >= 0) & np.isin(totals["kind"], kind)
+        kept = (calls["stream"] >= 0) & among(calls["kind"], kinds)
+        counted = (totals["stream"] >= 0) & among(totals["kind"], kinds)
         detail = np.bincount(calls["stream"][kept], minlength=streams)
         whole = np.bincount(totals["stream"][counted], weights=totals["calls"][counted], minlength=streams)
         more: Array = np.maximum(detail, whole)
@@ -228,12 +227,12 @@ class JoinedRecording(Joined):
 
     def on_launching_thread(self, rows: Array) -> Array:
         """Mask over `rows`: the call is made by a thread that launches compute."""
-        return np.isin(self.caller[rows], self.launching_callers)
+        return among(self.caller[rows], self.launching_callers)
 
     def label_cover(self, *labels: Label, process: int | None = None) -> Cover:
         """Instants that the recorder labelled so, on whatever thread (a flush on a worker delays others)."""
         table = self.recording.labels
-        keep = np.isin(table["label"], np.array(labels, dtype=np.uint8))
+        keep = among(table["label"], labels)
         if process is not None:
             keep &= table["process"] == process
         return Cover(table["start_ns"][keep], table["end_ns"][keep])
@@ -247,7 +246,7 @@ class JoinedRecording(Joined):
     ) -> Cover:
         """Instants at which the device executed something of these kinds."""
         table = self.recording.executions
-        keep = np.isin(table["engine"], np.array(engines, dtype=np.uint8))
+        keep = among(table["engine"], engines)
         if process is not None:
             keep &= table["process"] == process
         if device is not None:

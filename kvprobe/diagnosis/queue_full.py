@@ -31,6 +31,7 @@ from kvprobe.launchqueue.constants import (
 )
 from kvprobe.launchqueue.evidence import Regular, StoodStill
 from kvprobe.launchqueue.judge import conclude
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, ascending, distinct
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory, Recording, Table
 from kvprobe.recordings.numbered import slots_each
@@ -174,7 +175,7 @@ def _by_other_thread(joined: JoinedRecording, queue: StreamOccupancy, rows: Arra
         elsewhere = int((joined.submits & (joined.caller == caller) & (joined.stream != queue.stream)).sum())
         others = queue.calls[joined.caller[queue.calls] != caller]
         others = others[joined.submits[others]]
-        copies = np.isin(joined.direction[others], [Direction.H2D, Direction.D2H]).mean()
+        copies = among(joined.direction[others], [Direction.H2D, Direction.D2H]).mean()
         if elsewhere <= len(here) or copies < 0.9:
             continue
         done = ascending(joined.exec_end[here][joined.exec_end[here] >= 0])
@@ -187,7 +188,7 @@ def _by_other_thread(joined: JoinedRecording, queue: StreamOccupancy, rows: Arra
 def _standing_still(joined: JoinedRecording, queue: StreamOccupancy, rows: Array) -> Array:
     """Ns of each blocked call in which nothing of its queue executed, where the queue moved on at the call's end."""
     table = joined.recording.executions
-    theirs = np.isin(table["stream"], queue.streams or [queue.stream])
+    theirs = among(table["stream"], queue.streams or [queue.stream])
     cover = Cover(joined.x_start[theirs], joined.x_end[theirs])
     start, end = joined.start[rows], joined.end[rows]
     still = (end - start) - cover.within(start, end)
@@ -364,7 +365,7 @@ def _lonely(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Arr
 def _behind_one(joined: JoinedRecording, queue: StreamOccupancy, rows: Array) -> Array:
     """Mask over blocked calls: one operation of their queue ran for most of the call, which returned as it ended."""
     table = joined.recording.executions
-    theirs = np.flatnonzero(np.isin(table["stream"], queue.streams or [queue.stream]))
+    theirs = np.flatnonzero(among(table["stream"], queue.streams or [queue.stream]))
     theirs = theirs[np.argsort(joined.x_start[theirs], kind="stable")]
     start, end = joined.start[rows], joined.end[rows]
     at = np.searchsorted(joined.x_start[theirs], start + (end - start) // 5, "right") - 1

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvprobe.recordings.assemble import is_kind, match, spans
+from kvprobe.recordings.assemble import among, match, spans
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Engine, Recording, Table
 
 __all__ = ["Links", "link", "links_of"]
@@ -61,7 +61,7 @@ def links_of(recording: Recording) -> Links:
 def _submissions_first(recording: Recording, one: Array, call: Array) -> tuple[Array, Array]:
     """The match again where ids repeat: of the calls that share one, a submission owns what was executed."""
     calls, executions = recording.calls, recording.executions
-    rows = np.flatnonzero(is_kind(calls["kind"], SUBMITTING) & (one >= 0))
+    rows = np.flatnonzero(among(calls["kind"], SUBMITTING) & (one >= 0))
     if not len(rows):
         return one, call
     mine, theirs = match(

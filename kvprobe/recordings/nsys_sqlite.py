@@ -19,7 +19,7 @@ import numpy as np
 
 from kvprobe.errors import RecordingError
 from kvprobe.recordings import vocabulary as words
-from kvprobe.recordings.assemble import GrowingColumn, codes, join, match, narrowed, sorted_table, stream_rows
+from kvprobe.recordings.assemble import GrowingColumn, among, codes, join, match, narrowed, sorted_table, stream_rows
 from kvprobe.recordings.links import link
 from kvprobe.recordings.model import Array, CallKind, Engine, Label, RangeStyle, Recording, Source, Table
 from kvprobe.recordings.trace_library import native_library
@@ -444,7 +444,7 @@ class _Builder:
         calls, streams = recording.calls, recording.streams
         if not calls.rows or not streams.rows:
             return
-        told = np.flatnonzero(np.isin(calls["kind"], np.array([CallKind.SYNC, CallKind.EVENT], dtype=np.uint8)))
+        told = np.flatnonzero(among(calls["kind"], [CallKind.SYNC, CallKind.EVENT]))
         stream = event = None
         idle: list[tuple[int, int, int]] = []  # process, device, handle
         pairs = set(zip(streams["process"].tolist(), streams["device"].tolist(), strict=True))
@@ -515,7 +515,7 @@ class _Builder:
             elif engine == Engine.COPY:
                 kind = np.clip(raw["copyKind"], 0, len(_DIRECTIONS) - 1)
                 part["direction"] = _DIRECTIONS[kind]
-                host = np.where(np.isin(kind, (1, 3, 9, 11)), raw["srcKind"], raw["dstKind"])
+                host = np.where(among(kind, (1, 3, 9, 11)), raw["srcKind"], raw["dstKind"])
                 part["memory"] = _MEMORY[np.clip(host, 0, len(_MEMORY) - 1)]
                 part["name"] = self._copy_names()[kind]
             elif engine == Engine.MEMSET:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvprobe.account import COPIES, LINE_TITLES, Account, Line
-from kvprobe.recordings.assemble import pairs, positions
+from kvprobe.recordings.assemble import among, pairs, positions
 from kvprobe.recordings.model import Direction, Engine, RangeStyle, Recording
 from kvprobe.reporting.account import gpu_name
 
@@ -87,7 +87,7 @@ def gpu_lanes(account: Account | None) -> list[Lane]:
             continue
         style = np.full(len(cut.line), IDLE, dtype=np.uint8)
         style[cut.line == Line.COMPUTING] = KERNEL
-        style[np.isin(cut.line, np.array(COPIES, dtype=np.uint8))] = COPYING
+        style[among(cut.line, COPIES)] = COPYING
         of_line = {int(line): title for line, title in LINE_TITLES.items()}
         titles = [of_line[line] for line in cut.line.tolist()]  # not Line(line): there may be a million
         out.append(Lane(gpu_name(account, gpu), cut.start, cut.end, style, titles))

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvprobe.recordings.assemble import codes, distinct, is_kind, pairs, positions
-from kvprobe.recordings.intervals import in_time
+from kvprobe.recordings.assemble import among, codes, pairs, positions
+from kvprobe.recordings.intervals import distinct, in_time
 from kvprobe.recordings.model import SUBMITTING, CallKind, Engine, Recording, Table
 from kvprobe.reporting import streams
 from kvprobe.reporting.lanes import MEMORY, STYLES, WAIT, WORK, Lane, copy_text, engine_styles, gpu_lanes, range_lanes
@@ -89,7 +89,7 @@ def rows_chart(
     edges = np.linspace(start, end, SLICES + 1)
     names: dict[str, int] = {}
     items, stacks, waits = _items(recording, shown, findings, start, names)
-    drawn = sorted({style for row in shown for style in distinct(row.style)})
+    drawn = sorted({style for row in shown for style in distinct(row.style).tolist()})
     spec = {
         "kind": "rows",
         "group": "time",
@@ -156,7 +156,7 @@ def _busy(row: _Row, edges: Array) -> dict[int, str]:
     """How busy each slice was, by style."""
     start, end = row.times
     out = {}
-    for style in distinct(row.style):
+    for style in distinct(row.style).tolist():
         mine = row.rows[row.style == style]
         out[style] = _short(_digits(start[mine], end[mine], edges))
     return out
@@ -228,8 +228,8 @@ def _threads(recording: Recording, findings: Sequence[Finding]) -> tuple[list[_R
         name = streams.thread_title(named.get((process, thread), ""))
         label = name if name.startswith("thread ") else f"thread {thread}" + (f" ({name})" if name else "")
         label += f" of {streams.process_name(recording, process)}" if several else ""
-        style = np.where(is_kind(calls["kind"][part], _WORK), WORK, WAIT).astype(np.uint8)
-        style[is_kind(calls["kind"][part], _MEMORY)] = MEMORY
+        style = np.where(among(calls["kind"][part], _WORK), WORK, WAIT).astype(np.uint8)
+        style[among(calls["kind"][part], _MEMORY)] = MEMORY
         own = streams.submitters_thread(named.get((process, thread), ""))
         out.append(_Row(label, times, style, part, True, own=own))
     return out, more

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvprobe.recordings.assemble import codes, pairs, positions
+from kvprobe.recordings.assemble import among, codes, pairs, positions
 from kvprobe.recordings.model import SUBMITTING, Engine, Recording
 from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy, depth_series
 from kvprobe.reporting import charts, series
@@ -128,7 +128,7 @@ def _counted(
     totals = recording.totals
     if len(recording.histograms) != totals.rows:
         return {}
-    rows = np.flatnonzero(np.isin(totals["kind"], np.array(SUBMITTING, dtype=np.uint8)))
+    rows = np.flatnonzero(among(totals["kind"], SUBMITTING))
     groups: dict[tuple[int, ...], list[int]] = {}
     for row in rows.tolist():
         groups.setdefault(tuple(int(totals[column][row]) for column in columns), []).append(row)
@@ -346,7 +346,7 @@ def _until_idle(recording: Recording, queue: StreamOccupancy, times: Array, leve
     Without such transfers, what was outstanding behind the last call is not known.
     """
     rows = recording.transfers
-    mine = np.isin(rows["stream"], np.array(queue.streams, dtype=np.int32))
+    mine = among(rows["stream"], queue.streams)
     if len(queue.ends) or not len(times):
         return times, level
     if not mine.any() or rows["end_ns"][mine].max() < times[-1]:
