@@ -91,20 +91,22 @@ class Stretches:
                 column = getattr(self, name)
                 setattr(self, name, np.insert(column, at, column[at - 1]))
             self.edges = np.insert(self.edges, at, new)
-        begins = self.edges[:-1]
-        at = np.searchsorted(start, begins, "right") - 1
-        inside: Array = (at >= 0) & (begins < end[np.maximum(at, 0)])
-        return inside
+        return marks(self.edges, start, end)
 
 
 def marks(edges: Array, start: Array, end: Array) -> Array:
-    """Which pieces between edges lie in disjoint, ascending intervals whose ends are all among the edges."""
-    begins = edges[:-1]
-    if not len(start):
-        return np.zeros(len(begins), dtype=bool)
-    at = np.searchsorted(start, begins, "right") - 1
-    inside: Array = (at >= 0) & (begins < end[np.maximum(at, 0)])
-    return inside
+    """Which pieces between edges lie in disjoint, ascending intervals whose ends, inside the edges, are all among them.
+
+    A step up where an interval begins and one down where it ends: there may be millions of pieces, and few intervals.
+    """
+    step = np.zeros(len(edges), dtype=np.int8)
+    if len(edges) < 2:
+        return step[1:] > 0
+    some = (end > start) & (end > edges[0]) & (start < edges[-1])
+    start, end = start[some], end[some]
+    step[np.searchsorted(edges, np.maximum(start, edges[0]))] += 1
+    step[np.searchsorted(edges, np.minimum(end, edges[-1]))] -= 1
+    return np.asarray(np.cumsum(step[:-1], dtype=np.int8) > 0)
 
 
 def overlay(start: Array, end: Array, edges: Array, code: Array) -> tuple[Array, Array, Array, Array]:

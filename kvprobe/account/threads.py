@@ -56,8 +56,7 @@ class Threads:
         self.joined, self.begin, self.end = joined, begin, end
         self._lines = line_of_calls(joined.kind, joined.memory)
         self._known: dict[int, ThreadTimeline] = {}
-        order = joined.by_caller
-        self._rows = order[~joined.nested[order]] if joined.nested.any() else order
+        self._rows = joined.own_time
         callers = joined.caller[self._rows]
         first = group_starts(callers)
         self._of = dict(zip(callers[first].tolist(), np.split(self._rows, first[1:]), strict=False))

@@ -129,10 +129,10 @@ def _replayed(joined: JoinedRecording, streams: Array, rows: Array, ns: Array, d
     needed[fresh] = joined.end[fresh]
     member[fresh] = False
     after = 0
-    order = joined.by_caller
-    order = order[~joined.nested[order]]
+    order = joined.own_time
+    callers = joined.caller[order]
     for caller in distinct(joined.caller[rows]):
-        calls = order[joined.caller[order] == caller]
+        calls = order[callers == caller]
         own = joined.dur[calls] - lost[calls]
         between = np.maximum(
             np.diff(joined.start[calls], prepend=joined.start[calls[:1]])[1:] - joined.dur[calls[:-1]], 0

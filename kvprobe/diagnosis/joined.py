@@ -215,14 +215,20 @@ class JoinedRecording(Joined):
 
     @property
     def excess_ns(self) -> Array:
-        """How much longer each call took than such a call usually takes."""
-        excess: Array = np.maximum(self.dur - self.usual_ns, 0)
+        """How much longer each call took than such a call usually takes; not kept, as there may be millions."""
+        return self.excess_of(slice(None))
+
+    def excess_of(self, rows: Array | slice) -> Array:
+        """The same of these calls alone."""
+        excess: Array = np.maximum(self.dur[rows] - self.usual_ns[rows], 0)
         return excess
 
     @cached_property
     def slow(self) -> Array:
         """Mask of calls that took at least SLOW_NS, most of it more than such a call usually takes."""
-        mask: Array = (self.dur > SLOW_NS) & (2 * self.excess_ns > self.dur)
+        mask: Array = self.dur > SLOW_NS
+        rows = np.flatnonzero(mask)
+        mask[rows] = 2 * self.excess_of(rows) > self.dur[rows]
         return mask
 
     def on_launching_thread(self, rows: Array) -> Array:
@@ -273,11 +279,13 @@ class JoinedRecording(Joined):
     @cached_property
     def _caller_spans(self) -> tuple[Array, Array]:
         order = self.by_caller
-        order = order[~self.outside[order]]
-        edges = group_starts(self.caller[order])
+        order = order[~self.outside[order]] if self.outside.any() else order
+        callers = self.caller[order]
+        edges = group_starts(callers)
         last = np.maximum.reduceat(self.end[order], edges) if len(edges) else edges
         last = np.minimum(last, self.serving.end_ns)
-        return self.caller[order][edges], np.maximum(last - self.start[order][edges], 1)
+        first = edges if not len(edges) else order[edges]
+        return callers[edges], np.maximum(last - self.start[first], 1)
 
     def notable(self, lost_ns: int, span_ns: int) -> bool:
         """Whether a loss is worth a line: at least 200 µs, and a millisecond or a hundredth of the span."""

@@ -132,7 +132,6 @@ def _too_few(joined: JoinedRecording) -> bool:
 def _crowded(joined: JoinedRecording) -> Finding | None:
     """Slow copies whose own stream had free slots while those of their direction together held what a channel takes."""
     seen = joined.submits & among(joined.direction, (Direction.H2D, Direction.D2H)) & (joined.exec_end >= 0)
-    left = np.minimum(joined.host.free_ns, joined.excess_ns)
     slow = seen & joined.slow & (joined.host.owner < 0) & (joined.memory != Memory.PAGEABLE)
     takes = FULL_SHARE * float(joined.recording.machine.get("queue_depth") or CHANNEL_SLOTS)
     parts = [np.zeros(0, dtype=np.int64)]
@@ -151,7 +150,7 @@ def _crowded(joined: JoinedRecording) -> Finding | None:
         CAUSE,
         "A channel of several streams may have been full: {calls} submissions took {lost} longer than others",
         rows,
-        left[rows],
+        np.minimum(joined.host.free_ns[rows], joined.excess_of(rows)),
         evidence=(
             Evidence(
                 f"up to {most:,} copies of this direction were outstanding, on all streams together",

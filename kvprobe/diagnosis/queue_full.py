@@ -332,7 +332,7 @@ def _with_late_room(
     starts = ascending(joined.start[rows])
     between = np.searchsorted(starts, joined.start[more])
     more = more[(between > 0) & (between < len(starts))]
-    return np.concatenate((rows, more)), np.concatenate((ns, joined.excess_ns[more]))
+    return np.concatenate((rows, more)), np.concatenate((ns, joined.excess_of(more)))
 
 
 def _lonely(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Array]:
@@ -342,7 +342,7 @@ def _lonely(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Arr
     if deepest < LEAST_DEPTH or not joined.recording.has_executions:
         return none, none
     depth = float(joined.recording.machine.get("queue_depth") or 0)
-    excess = joined.excess_ns[queue.calls]
+    excess = joined.excess_of(queue.calls)
     top = queue.calls[
         (queue.depth >= deepest - max(LEAST_BAND, round(BAND_SHARE * deepest)))
         & (excess > STANDING_NS)
@@ -359,7 +359,7 @@ def _lonely(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Arr
         held |= fenced
     if conclude(StoodStill(deepest, depth, delays=int(behind.sum()))).full:
         held |= behind
-    return top[held], joined.excess_ns[top[held]]
+    return top[held], joined.excess_of(top[held])
 
 
 def _behind_one(joined: JoinedRecording, queue: StreamOccupancy, rows: Array) -> Array:
@@ -398,7 +398,7 @@ def _regular(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Ar
     depth = float(joined.recording.machine.get("queue_depth") or 0) / each
     if queue.graphs or len(queue.ends) < LEAST_DELAYS:
         return none, none
-    excess, usual = joined.excess_ns[queue.calls], joined.usual_ns[queue.calls]
+    excess, usual = joined.excess_of(queue.calls), joined.usual_ns[queue.calls]
     judged = joined.memory[queue.calls] != Memory.PAGEABLE
     top = judged & (queue.depth >= deepest - max(LEAST_BAND, round(BAND_SHARE * deepest)))
     slow = excess > 3 * usual + 10_000
@@ -417,4 +417,4 @@ def _regular(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Ar
     if not conclude(Regular(deepest, depth, REAL_DEPTH / each, len(queue.streams), *counts, gathered)).full:
         return none, none
     # Slots may be freed in chunks: then most calls at the top go through, and each one in so many waits long.
-    return _with_late_room(joined, queue, rows, joined.excess_ns[rows], deepest)
+    return _with_late_room(joined, queue, rows, joined.excess_of(rows), deepest)

@@ -142,8 +142,8 @@ def codes(column: Array) -> tuple[Array, Array]:
         return np.array(column[:1]), np.broadcast_to(np.int32(0), (len(column),))
     low, high = int(column.min()), int(column.max())
     if high - low < 1 << 20:
-        used = distinct(column) - low
         shifted = column - low if low else column
+        used = distinct(shifted)
         if len(used) > high - low:
             return (used + low).astype(column.dtype), shifted.astype(np.int32, copy=False)
         places = np.zeros(high - low + 1, dtype=np.int32)

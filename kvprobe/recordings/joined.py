@@ -102,6 +102,12 @@ class Joined:
         return out
 
     @cached_property
+    def own_time(self) -> Array:
+        """Rows of the calls that are nested in no other, sorted by caller, then start."""
+        order = self.by_caller
+        return order[~self.nested[order]] if self.nested.any() else order
+
+    @cached_property
     def tier_uses(self) -> TierUses:
         """Which reads and writes below CPU memory are a tier's."""
         return tier_uses(self.recording)

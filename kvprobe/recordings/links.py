@@ -87,19 +87,17 @@ def link(recording: Recording) -> None:
     if not len(theirs):
         return
     owner = links.call[theirs]
-    linked = np.flatnonzero(links.first >= 0)
-    at = links.first[linked]
-    single = len(linked) == len(theirs)
+    linked = links.first >= 0
+    at = links.first  # of those that are not linked, any
+    single = int(np.count_nonzero(linked)) == len(theirs)
     columns = dict(calls.columns)
 
     def fill(name: str, values: Array) -> None:
-        column = np.array(columns[name])
+        known = linked
         if name in ("direction", "memory"):  # the call's own name may know better
-            keep = values != 0
-            column[linked[keep]] = values[keep]
-        else:
-            column[linked] = values
-        columns[name] = column
+            known = linked & (values != 0)
+        column = columns[name]
+        columns[name] = np.where(known, values, column).astype(column.dtype, copy=False)
 
     for name in ("stream", "direction", "memory"):
         fill(name, executions[name][at])

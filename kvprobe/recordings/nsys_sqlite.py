@@ -363,8 +363,11 @@ class _Builder:
 
     def process_rows(self, global_id: Array) -> Array:
         """Rows of `processes` for global process or thread ids; new processes are added."""
+        return self._rows_of(*codes(np.asarray(global_id, dtype=np.int64)))
+
+    def _rows_of(self, values: Array, place: Array) -> Array:
+        """The same of ids by their codes."""
         # The bits above the pid tell virtual machines apart and are part of a process's identity.
-        values, place = codes(np.asarray(global_id, dtype=np.int64))
         ids = values >> _PID_SHIFT
         fresh = np.setdiff1d(ids, self.pids)
         if len(fresh):
@@ -421,11 +424,11 @@ class _Builder:
         directions = np.array([words.call_direction(text) for text in texts], dtype=np.uint8)
         indexes = self.names.map([words.nsys_name(text) for text in texts])
         kind = kinds[inverse] if len(kinds) else np.zeros(0, np.uint8)
-        threads, at = codes(raw["globalTid"])
+        threads, at = codes(raw.pop("globalTid"))
         columns = {
             "start_ns": raw.pop("start"),
             "end_ns": raw.pop("end"),
-            "process": self.process_rows(raw.pop("globalTid")),
+            "process": self._rows_of(threads, at),
             "thread": (threads & _ID_MASK)[at],
             "name": indexes[inverse] if len(kinds) else np.zeros(0, np.int32),
             "kind": kind,

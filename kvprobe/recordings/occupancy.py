@@ -562,17 +562,19 @@ def depth_series(recording: Recording, queue: StreamOccupancy) -> tuple[Array, A
     after = queue.depth + np.int32(1)
     if not len(ends):
         return start, after
-    last = np.searchsorted(start, ends, "left") - 1
+    # Where each comes in the merged order; an end at the time of a call is counted before it, as by the call's depth.
     ended = np.searchsorted(ends, start, "right")
+    at = ended + np.arange(len(start))
+    is_end = np.ones(len(start) + len(ends), dtype=bool)
+    is_end[at] = False
+    behind = np.flatnonzero(is_end)
     gone = np.arange(1, len(ends) + 1)
+    last = behind - gone  # the call before each end
     level = np.where(last >= 0, after[last] - (gone - ended[last]), queue.before - gone).astype(np.int32)
     np.maximum(level, 0, out=level)
-    # Where each comes in the merged order; an end at the time of a call is counted before it, as by the call's depth.
-    times, out = np.empty(len(start) + len(ends), np.int64), np.empty(len(start) + len(ends), np.int32)
-    at = ended + np.arange(len(start))
+    times, out = np.empty(len(is_end), np.int64), np.empty(len(is_end), np.int32)
     times[at], out[at] = start, after
-    gone += last
-    times[gone], out[gone] = ends, level
+    times[behind], out[behind] = ends, level
     return times, out
 
 

@@ -174,7 +174,8 @@ def stream_table(recording: Recording, found: Submissions, queues: Occupancy | N
     moved: dict[int, float] = {}
     executions = recording.executions
     if executions.rows:
-        known = executions["stream"] >= 0
+        on_one = executions["stream"] >= 0
+        known = slice(None) if on_one.all() else on_one
         stream = executions["stream"][known]
         spent = np.bincount(stream, weights=(executions["end_ns"] - executions["start_ns"])[known])
         copied = np.where(executions["engine"] == Engine.COPY, executions["bytes"], 0)[known]
@@ -233,7 +234,7 @@ def thread_table(recording: Recording, found: Submissions, queues: Occupancy | N
                 str(thread),
                 thread_title(names.get((row, thread), "")) or NONE,
                 (f"{group.calls:,}", group.calls),
-                *_timed(group.times, span_ns, _threads(recording, found, group)),
+                *_timed(group.times, span_ns),
                 (duration(blocked) if queues else NONE, blocked),
             ]
         )
@@ -376,10 +377,11 @@ def _cliff(recording: Recording, found: Submissions, queues: Occupancy) -> Chart
     spent = np.maximum(calls["end_ns"][queue.calls] - calls["start_ns"][queue.calls], 0)
     width = max(1, -(-(top + 1) // 180))
     bins = queue.depth // width
-    order = np.lexsort((spent, bins))
-    keys, first, count = np.unique(bins[order], return_index=True, return_counts=True)
-    half = spent[order][first + (count - 1) // 2]
-    high = spent[order][first + count - 1]
+    keys, place = codes(bins)
+    parts = [np.sort(spent[rows]) for rows in positions(place, len(keys))]
+    count = np.array([len(part) for part in parts])
+    half = np.array([part[(len(part) - 1) // 2] for part in parts])
+    high = np.array([part[-1] for part in parts])
     depth = keys * width + (width - 1) / 2
     shallow_ns = charts.quantiles(spent[bins < keys[-1] * 0.5], 0.5)[0]
     if queue.blocked.any():
