@@ -118,7 +118,7 @@ class GpuAccount:
         """As `waiting_share`, of waiting between kernels alone: a model waited there."""
         cut, (first, last) = self.stretches, self.computes
         mine = among(cut.line, (*COPIES, *HOST)) & (cut.start >= first) & (cut.start < last)
-        return int(cut.ns[mine].sum()) / self.asked_ns if self.asked_ns > 0 else 0.0
+        return cut.sum_ns(mine) / self.asked_ns if self.asked_ns > 0 else 0.0
 
     @property
     def not_computing_ns(self) -> int:
@@ -287,11 +287,11 @@ class Account:
             mine[open_] = (cut.detail[open_] == Unknown.BETWEEN_OPERATIONS) & stood
             if caller is not None:
                 mine &= cut.caller == caller
-            ns = int(cut.ns[mine].sum())
+            ns = cut.sum_ns(mine)
             most = ns if most_ns is None else most_ns if isinstance(most_ns, int) else most_ns(gpu)
             if ns > most:
                 mine = _earliest(cut, mine, most)
-                ns = int(cut.ns[mine].sum())
+                ns = cut.sum_ns(mine)
             if ns:
                 got[place] = ns
                 cut.cause[mine] = number
@@ -306,7 +306,7 @@ class Account:
             return 0
         cut = gpu.stretches
         mine = (cut.cause == self.causes.index(cause)) & among(cut.line, lines)
-        return int(cut.ns[mine].sum())
+        return cut.sum_ns(mine)
 
     def to_json(self) -> AccountJson:
         """GPUs and threads."""

@@ -69,43 +69,49 @@ class Stretches:
         length: Array = self.edges[1:] - self.edges[:-1]
         return length
 
-    def total_ns(self, lines: Sequence[int] | Array) -> int:
-        """Time in these lines."""
-        mine = np.flatnonzero(among(self.line, [int(line) for line in lines]))
+    def sum_ns(self, mask: Array) -> int:
+        """How long those of a mask are together."""
+        mine = np.flatnonzero(mask)
         return int((self.edges[mine + 1] - self.edges[mine]).sum())
 
+    def total_ns(self, lines: Sequence[int] | Array) -> int:
+        """Time in these lines."""
+        return self.sum_ns(among(self.line, lines))
+
     def cut(self, start: Array, end: Array) -> Array:
-        """Cuts stretches where disjoint, ascending intervals begin and end; returns the mask of what lies in them."""
-        keep = end > start
-        start, end = start[keep], end[keep]
-        if not len(start) or not len(self.line):
-            return np.zeros(len(self.line), dtype=bool)
-        new = ascending(np.column_stack((start, end)).ravel())
-        new = new[(new > self.edges[0]) & (new < self.edges[-1])]
-        at = np.searchsorted(self.edges, new)
-        fresh = self.edges[at] != new
-        fresh[1:] &= new[1:] != new[:-1]
-        new, at = new[fresh], at[fresh]
-        if len(new):
+        """Cuts stretches where disjoint intervals begin and end; returns the mask of what lies in them."""
+        if not len(self.line):
+            return np.zeros(0, dtype=bool)
+        some = (end > start) & (end > self.edges[0]) & (start < self.edges[-1])
+        both = np.column_stack((start[some], end[some])).ravel()
+        knots = ascending(np.clip(both, self.edges[0], self.edges[-1]))  # begin, end, begin, end
+        at = np.searchsorted(self.edges, knots)
+        missing = self.edges[at] != knots
+        fresh = missing.copy()
+        fresh[1:] &= knots[1:] != knots[:-1]
+        if fresh.any():
+            place = at[fresh]
             for name in ("line", "caller", "detail", "cause"):
                 column = getattr(self, name)
-                setattr(self, name, np.insert(column, at, column[at - 1]))
-            self.edges = np.insert(self.edges, at, new)
-        return marks(self.edges, start, end)
+                setattr(self, name, np.insert(column, place, column[place - 1]))
+            self.edges = np.insert(self.edges, place, knots[fresh])
+            at += np.cumsum(fresh) - missing
+        return _between(len(self.line), at[::2], at[1::2])
 
 
 def marks(edges: Array, start: Array, end: Array) -> Array:
-    """Which pieces between edges lie in disjoint, ascending intervals whose ends, inside the edges, are all among them.
+    """Which pieces between edges lie in disjoint, ascending intervals whose ends are all among the edges."""
+    return _between(len(edges) - 1, *(np.searchsorted(edges, one) for one in (start, end)))
 
-    A step up where an interval begins and one down where it ends: there may be millions of pieces, and few intervals.
+
+def _between(pieces: int, first: Array, last: Array) -> Array:
+    """Mask over pieces: from a `first` up to its `last`, which is left out.
+
+    A step up and one down for each, and one sum: there may be millions of pieces.
     """
-    step = np.zeros(len(edges), dtype=np.int8)
-    if len(edges) < 2:
-        return step[1:] > 0
-    some = (end > start) & (end > edges[0]) & (start < edges[-1])
-    start, end = start[some], end[some]
-    step[np.searchsorted(edges, np.maximum(start, edges[0]))] += 1
-    step[np.searchsorted(edges, np.minimum(end, edges[-1]))] -= 1
+    step = np.zeros(pieces + 1, dtype=np.int8)
+    step[first] += 1
+    step[last] -= 1
     return np.asarray(np.cumsum(step[:-1], dtype=np.int8) > 0)
 
 

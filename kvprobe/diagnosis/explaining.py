@@ -170,7 +170,7 @@ class Explainer:
         for gpu in self.account.gpus:
             cut = gpu.stretches
             inside = cut.cut(start, end) & (cut.caller == caller) & among(cut.line, HOST)
-            out = max(out, int(cut.ns[inside].sum()))
+            out = max(out, cut.sum_ns(inside))
         return out
 
     def _after_last_kernel(self, start: Array, end: Array) -> int:

@@ -62,7 +62,7 @@ def outside_calls_ns(joined: JoinedRecording, start: Array, end: Array) -> int:
     for gpu in joined.account.gpus:
         cut = gpu.stretches
         mine = cut.cut(begins, ends) & (cut.cause == NOBODY)
-        total += int(cut.ns[mine & among(cut.line, lines)].sum())
+        total += cut.sum_ns(mine & among(cut.line, lines))
     return total
 
 

@@ -37,7 +37,7 @@ def most_left(joined: JoinedRecording, lines: Sequence[Line]) -> tuple[GpuAccoun
             between, before = between | before, free & False
         parts = (between, ""), (before, "no kernel before them"), (after, "no kernel after them")
         for mine, lacks in parts:
-            ns = int(cut.ns[mine].sum())
+            ns = cut.sum_ns(mine)
             weight = not lacks and ns >= CRITICAL * gpu.asked_ns, ns
             if ns and weight > most:
                 most, best = weight, (gpu, mine, lacks)

@@ -68,13 +68,13 @@ def find(joined: JoinedRecording) -> Finding | None:
     gpu, mine, lacks = most_left(joined, COPIES)
     if gpu is None:
         return None
-    lost = int(gpu.stretches.ns[mine].sum())
+    lost = gpu.stretches.sum_ns(mine)
     start, end = gpu.stretches.start[mine], gpu.stretches.end[mine]
     alone = Cover(start, end)
     copies = _copies(joined, gpu, alone)
     rows, by_direction = copies.rows, copies.by_direction
-    late = int(gpu.stretches.ns[mine & (gpu.stretches.caller != NOBODY)].sum())
-    slow = int(gpu.stretches.ns[mine & (gpu.stretches.line == Line.BELOW_LINK_RATE)].sum())
+    late = gpu.stretches.sum_ns(mine & (gpu.stretches.caller != NOBODY))
+    slow = gpu.stretches.sum_ns(mine & (gpu.stretches.line == Line.BELOW_LINK_RATE))
     evidence = [
         Evidence(
             f"only copies ran for {ms(lost)}, {share(lost, gpu.window_ns)} of the serving window: "

@@ -152,10 +152,10 @@ def _left(joined: JoinedRecording) -> Finding | None:
     if gpu is None:
         return None
     cut = gpu.stretches
-    lost = int(cut.ns[mine].sum())
+    lost = cut.sum_ns(mine)
     held = mine & gpu.held_by_functions
-    parts = [_Part(int(cut.ns[one].sum()), line, one) for line in HOST for one in [mine & ~held & (cut.line == line)]]
-    parts = sorted([_Part(int(cut.ns[held].sum()), None, held), *parts], key=lambda part: -part.ns)
+    parts = [_Part(cut.sum_ns(one), line, one) for line in HOST for one in [mine & ~held & (cut.line == line)]]
+    parts = sorted([_Part(cut.sum_ns(held), None, held), *parts], key=lambda part: -part.ns)
     parts = [part for part in parts if part.ns]
     first = parts[0]
     evidence = [
@@ -228,7 +228,7 @@ def _threads(joined: JoinedRecording, gpu: GpuAccount, mine: Array) -> tuple[Whe
     cut = gpu.stretches
     out = []
     for one in joined.account.threads:
-        ns = int(cut.ns[mine & (cut.caller == one.caller)].sum())
+        ns = cut.sum_ns(mine & (cut.caller == one.caller))
         if ns:
             out.append(
                 Where(pid=one.pid, thread=one.thread, lost_ns=ns, calls=int((cut.caller[mine] == one.caller).sum()))

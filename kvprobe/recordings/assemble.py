@@ -263,19 +263,20 @@ def stream_rows(process: Array, device: Array, handle: Array) -> tuple[Array, di
     Returns:
         The row of each input, (rows,) int32, -1 where the handle is below 0; and the columns of `streams`.
     """
-    rows = np.full(len(handle), -1, dtype=np.int32)
-    known = np.flatnonzero(handle >= 0)
-    if not len(known):
-        return rows, {
+    known: Array | slice = handle >= 0
+    if np.asarray(known).all():
+        known = slice(None)
+    columns = [column[known] for column in (process, device, handle)]
+    if not len(columns[0]):
+        return np.full(len(handle), -1, dtype=np.int32), {
             "process": np.zeros(0, np.int32),
             "device": np.zeros(0, np.int32),
             "handle": np.zeros(0, np.int64),
         }
-    every = len(known) == len(handle)
-    columns = [column if every else column[known] for column in (process, device, handle)]
     (p, p_at), (d, d_at), (h, h_at) = (codes(column) for column in columns)
     key = (p_at.astype(np.int64) * len(d) + d_at) * len(h) + h_at if len(p) * len(d) > 1 else h_at
     used, place = codes(key)
+    rows = np.full(len(handle), -1, dtype=np.int32)
     rows[known] = place
     return rows, {
         "process": p[used // (len(d) * len(h))].astype(np.int32),

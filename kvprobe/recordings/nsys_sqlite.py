@@ -495,26 +495,30 @@ class _Builder:
             rows = len(raw["start"])
             if not rows:
                 continue
+            nothing, unknown = (np.broadcast_to(np.int64(value), (rows,)) for value in (0, -1))
+            graph, graph_id = (raw.get(name, unknown) for name in ("graphNodeId", "graphId"))
+            if "graphNodeId" not in raw:
+                graph = graph_id
             part: Columns = {
                 "start_ns": raw["start"],
                 "end_ns": raw["end"],
                 "process": self.process_rows(raw["globalPid"]),
-                "device": raw["deviceId"].astype(np.int32),
+                "device": _each(lambda ids: ids.astype(np.int32), raw["deviceId"]),
                 "handle": raw["streamId"],
-                "engine": np.full(rows, engine, np.uint8),
+                "engine": np.broadcast_to(np.uint8(engine), (rows,)),
                 "correlation": raw["correlationId"],
-                "bytes": raw.get("bytes", np.broadcast_to(np.int64(0), (rows,))),
-                "count": raw.get("copyCount", np.broadcast_to(np.int64(0), (rows,))).astype(np.int32),
-                "direction": np.zeros(rows, np.uint8),
-                "memory": np.zeros(rows, np.uint8),
+                "bytes": raw.get("bytes", nothing),
+                "count": _each(lambda many: many.astype(np.int32), raw.get("copyCount", nothing)),
+                "direction": nothing.astype(np.uint8),
+                "memory": nothing.astype(np.uint8),
+                "graph": _each(lambda ids: np.where(ids == 0, -1, ids), graph),
             }
-            graph = raw.get("graphNodeId", raw.get("graphId"))
-            part["graph"] = np.where(graph == 0, -1, graph) if graph is not None else np.full(rows, -1, np.int64)
             if engine == Engine.KERNEL:
-                graph_id = raw["graphId"]
-                part["graph"] = np.where((part["graph"] < 0) & (graph_id > 0), graph_id, part["graph"])
+                part["graph"] = _each(
+                    lambda node, ids: np.asarray(np.where((node < 0) & (ids > 0), ids, node)), part["graph"], graph_id
+                )
                 short, full = raw["shortName"], raw["demangledName"]
-                part["name"] = self.text_rows(np.where(full >= 0, full, short))[0]
+                part["name"] = self.text_rows(full if (full >= 0).all() else np.where(full >= 0, full, short))[0]
             elif engine == Engine.COPY:
                 kind = np.clip(raw["copyKind"], 0, len(_DIRECTIONS) - 1)
                 part["direction"] = _DIRECTIONS[kind]
@@ -753,6 +757,14 @@ class _Builder:
         return facts, dict.fromkeys(facts, "Nsight Systems export")
 
 
+def _each(make: Callable[..., Array], *columns: Array) -> Array:
+    """What `make` says of columns, row by row; of one row alone, where each of them stores one value for all."""
+    if all(column.strides == (0,) for column in columns):
+        return np.broadcast_to(make(*(column[:1] for column in columns))[0], (len(columns[0]),))
+    return make(*columns)
+
+
 def _span(table: Table, process: int) -> list[int]:
-    rows = np.flatnonzero(table["process"] == process)
-    return [int(table["start_ns"][rows].min()), int(table["end_ns"][rows].max())] if len(rows) else []
+    mine = table["process"] == process
+    rows = slice(None) if mine.all() else mine
+    return [int(table["start_ns"][rows].min()), int(table["end_ns"][rows].max())] if mine.any() else []

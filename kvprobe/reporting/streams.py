@@ -178,8 +178,8 @@ def stream_table(recording: Recording, found: Submissions, queues: Occupancy | N
         known = slice(None) if on_one.all() else on_one
         stream = executions["stream"][known]
         spent = np.bincount(stream, weights=(executions["end_ns"] - executions["start_ns"])[known])
-        copied = np.where(executions["engine"] == Engine.COPY, executions["bytes"], 0)[known]
-        total = np.bincount(stream, weights=copied)
+        copies = np.flatnonzero((executions["engine"] == Engine.COPY) & on_one)
+        total = np.bincount(executions["stream"][copies], weights=executions["bytes"][copies], minlength=len(spent))
         busy, moved = dict(enumerate(spent.tolist())), dict(enumerate(total.tolist()))
     queue_of = {row: queue for queue in (queues.streams if queues else ()) for row in queue.streams}
     rows: list[list[Any]] = []
