@@ -19,6 +19,7 @@ from kvprobe.account.lines import COPIES, HOST, OPEN, Line, Unknown
 from kvprobe.account.stretches import NOBODY, Stretches, overlay
 from kvprobe.account.threads import Threads
 from kvprobe.output.parts import AccountJson, GpuJson, ThreadJson
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, union
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.model import Array, Direction
@@ -116,8 +117,8 @@ class GpuAccount:
     def waited_share(self) -> float:
         """As `waiting_share`, of waiting between kernels alone: a model waited there."""
         cut, (first, last) = self.stretches, self.computes
-        mine = np.isin(cut.line, np.array((*COPIES, *HOST), dtype=np.uint8)) & (cut.start >= first) & (cut.start < last)
-        return int(cut.ns[mine].sum()) / self.asked_ns if self.asked_ns > 0 else 0.0
+        mine = among(cut.line, (*COPIES, *HOST)) & (cut.start >= first) & (cut.start < last)
+        return cut.sum_ns(mine) / self.asked_ns if self.asked_ns > 0 else 0.0
 
     @property
     def not_computing_ns(self) -> int:
@@ -280,17 +281,17 @@ class Account:
             cut = gpu.stretches
             edges, whole = cut.edges, cut.ns
             inside = cut.cut(begins, ends)
-            mine = inside & (cut.cause == NOBODY) & np.isin(cut.line, np.array(lines, dtype=np.uint8))
+            mine = inside & (cut.cause == NOBODY) & among(cut.line, lines)
             open_ = np.flatnonzero(mine & (cut.line == Line.NOT_KNOWN))
             stood = whole[np.searchsorted(edges, cut.start[open_], "right") - 1] >= BEGINS_NS
             mine[open_] = (cut.detail[open_] == Unknown.BETWEEN_OPERATIONS) & stood
             if caller is not None:
                 mine &= cut.caller == caller
-            ns = int(cut.ns[mine].sum())
+            ns = cut.sum_ns(mine)
             most = ns if most_ns is None else most_ns if isinstance(most_ns, int) else most_ns(gpu)
             if ns > most:
                 mine = _earliest(cut, mine, most)
-                ns = int(cut.ns[mine].sum())
+                ns = cut.sum_ns(mine)
             if ns:
                 got[place] = ns
                 cut.cause[mine] = number
@@ -304,8 +305,8 @@ class Account:
         if cause not in self.causes:
             return 0
         cut = gpu.stretches
-        mine = (cut.cause == self.causes.index(cause)) & np.isin(cut.line, np.array(lines, dtype=np.uint8))
-        return int(cut.ns[mine].sum())
+        mine = (cut.cause == self.causes.index(cause)) & among(cut.line, lines)
+        return cut.sum_ns(mine)
 
     def to_json(self) -> AccountJson:
         """GPUs and threads."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvprobe.account.host_functions import of_executions, of_spans
 from kvprobe.account.stretches import NOBODY
-from kvprobe.recordings.assemble import is_kind
+from kvprobe.recordings.assemble import among, is_kind
 from kvprobe.recordings.intervals import Cover, distinct, union
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.link_rate import PCIE_5
@@ -161,7 +161,7 @@ def _of_spans(joined: Joined) -> Iterator[Activity]:
     for number, processes, some in _gpus(joined, process, device):
         mine = np.arange(len(process)) if some is None else some
         rows = mine[mine < spans.rows]
-        rows = rows[is_kind(spans["engine"][rows], (Engine.KERNEL, Engine.COPY, Engine.MEMSET, Engine.OTHER))]
+        rows = rows[among(spans["engine"][rows], (Engine.KERNEL, Engine.COPY, Engine.MEMSET, Engine.OTHER))]
         rows = rows[np.argsort(begun[rows], kind="stable")]
         covered = mine[mine >= spans.rows] - spans.rows
         covered = covered[coverage["reason"][covered] == 0]
@@ -195,7 +195,7 @@ def _submitted(joined: Joined) -> tuple[Array, Array, Array, Array]:
     spans = joined.recording.spans
     begun = spans["start_ns"].copy()
     start, stream, process = spans["start_ns"], spans["stream"], spans["process"]
-    submits = np.flatnonzero(is_kind(joined.kind, SUBMITTING))
+    submits = np.flatnonzero(among(joined.kind, SUBMITTING))
     caller = np.full(spans.rows, NOBODY, dtype=np.int64)
     entered, returned = start.copy(), start.copy()
     for one, owner in np.unique(np.stack((stream, process)), axis=1).T.tolist():
@@ -259,7 +259,7 @@ def _holders(joined: Joined, calls: Array) -> Array:
 def _usual(joined: Joined, process: int, stream: int) -> int:
     """The thread of a process that submits most to a stream by its totals, else the one that calls most; NOBODY."""
     totals = joined.recording.totals
-    made = (totals["process"] == process) & is_kind(totals["kind"], SUBMITTING)
+    made = (totals["process"] == process) & among(totals["kind"], SUBMITTING)
     for some in (made & (totals["stream"] == stream), made):
         calls = np.flatnonzero((joined.process == process) & np.isin(joined.thread, totals["thread"][some]))
         if len(calls):

@@ -16,6 +16,7 @@ import numpy as np
 
 from kvprobe.account.account import Account, GpuAccount, ThreadAccount
 from kvprobe.account.lines import COPIES, HOST
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import Array
 
@@ -47,7 +48,7 @@ def saved_by_host(account: Account, caller: int, at: Array, ns: Array) -> int:
 
 def _on_gpu(gpu: GpuAccount, thread: ThreadAccount | None, caller: int, at: Array, ns: Array) -> int:
     cut = gpu.stretches
-    late = (cut.caller == caller) & np.isin(cut.line, np.array((*COPIES, *HOST), dtype=np.uint8))
+    late = (cut.caller == caller) & among(cut.line, (*COPIES, *HOST))
     late &= cut.ns >= _SHORTEST_NS
     if not late.any():
         return 0

@@ -10,6 +10,7 @@ from kvprobe.account.activity import Activity, between_host_and_device
 from kvprobe.account.lines import OPEN, Line, Unknown
 from kvprobe.account.stretches import NOBODY, Stretches, marks, overlay
 from kvprobe.account.threads import Threads
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, union
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.link_rate import PCIE_5
@@ -163,7 +164,7 @@ def _of_idleness(gpu: Activity, threads: Threads, edges: Array, what: Array) -> 
         timeline = threads.of(one)
         piece, stop, part, of = overlay(start[mine], host[mine], timeline.edges, np.arange(len(timeline.line)))
         line, why = timeline.line[part], np.where(at_edge[mine][of], NOBODY, timeline.open[part])
-        unasked = at_edge[mine][of] & np.isin(line, np.array((Line.PYTHON, Line.ELSEWHERE), dtype=np.uint8))
+        unasked = at_edge[mine][of] & among(line, (Line.PYTHON, Line.ELSEWHERE))
         line, known = np.where(unasked, Line.NOTHING_TO_DO, line), why == NOBODY
         parts.append(_by(piece[known], stop[known], line[known], np.full(int(known.sum()), one)))
         for reason in OPEN:

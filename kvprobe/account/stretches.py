@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvprobe.recordings.assemble import is_kind
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import ascending
 from kvprobe.recordings.model import Array
 
@@ -69,42 +69,50 @@ class Stretches:
         length: Array = self.edges[1:] - self.edges[:-1]
         return length
 
-    def total_ns(self, lines: Sequence[int] | Array) -> int:
-        """Time in these lines."""
-        mine = np.flatnonzero(is_kind(self.line, [int(line) for line in lines]))
+    def sum_ns(self, mask: Array) -> int:
+        """How long those of a mask are together."""
+        mine = np.flatnonzero(mask)
         return int((self.edges[mine + 1] - self.edges[mine]).sum())
 
+    def total_ns(self, lines: Sequence[int] | Array) -> int:
+        """Time in these lines."""
+        return self.sum_ns(among(self.line, lines))
+
     def cut(self, start: Array, end: Array) -> Array:
-        """Cuts stretches where disjoint, ascending intervals begin and end; returns the mask of what lies in them."""
-        keep = end > start
-        start, end = start[keep], end[keep]
-        if not len(start) or not len(self.line):
-            return np.zeros(len(self.line), dtype=bool)
-        new = ascending(np.column_stack((start, end)).ravel())
-        new = new[(new > self.edges[0]) & (new < self.edges[-1])]
-        at = np.searchsorted(self.edges, new)
-        fresh = self.edges[at] != new
-        fresh[1:] &= new[1:] != new[:-1]
-        new, at = new[fresh], at[fresh]
-        if len(new):
+        """Cuts stretches where disjoint intervals begin and end; returns the mask of what lies in them."""
+        if not len(self.line):
+            return np.zeros(0, dtype=bool)
+        some = (end > start) & (end > self.edges[0]) & (start < self.edges[-1])
+        both = np.column_stack((start[some], end[some])).ravel()
+        knots = ascending(np.clip(both, self.edges[0], self.edges[-1]))  # begin, end, begin, end
+        at = np.searchsorted(self.edges, knots)
+        missing = self.edges[at] != knots
+        fresh = missing.copy()
+        fresh[1:] &= knots[1:] != knots[:-1]
+        if fresh.any():
+            place = at[fresh]
             for name in ("line", "caller", "detail", "cause"):
                 column = getattr(self, name)
-                setattr(self, name, np.insert(column, at, column[at - 1]))
-            self.edges = np.insert(self.edges, at, new)
-        begins = self.edges[:-1]
-        at = np.searchsorted(start, begins, "right") - 1
-        inside: Array = (at >= 0) & (begins < end[np.maximum(at, 0)])
-        return inside
+                setattr(self, name, np.insert(column, place, column[place - 1]))
+            self.edges = np.insert(self.edges, place, knots[fresh])
+            at += np.cumsum(fresh) - missing
+        return _between(len(self.line), at[::2], at[1::2])
 
 
 def marks(edges: Array, start: Array, end: Array) -> Array:
     """Which pieces between edges lie in disjoint, ascending intervals whose ends are all among the edges."""
-    begins = edges[:-1]
-    if not len(start):
-        return np.zeros(len(begins), dtype=bool)
-    at = np.searchsorted(start, begins, "right") - 1
-    inside: Array = (at >= 0) & (begins < end[np.maximum(at, 0)])
-    return inside
+    return _between(len(edges) - 1, *(np.searchsorted(edges, one) for one in (start, end)))
+
+
+def _between(pieces: int, first: Array, last: Array) -> Array:
+    """Mask over pieces: from a `first` up to its `last`, which is left out.
+
+    A step up and one down for each, and one sum: there may be millions of pieces.
+    """
+    step = np.zeros(pieces + 1, dtype=np.int8)
+    step[first] += 1
+    step[last] -= 1
+    return np.asarray(np.cumsum(step[:-1], dtype=np.int8) > 0)
 
 
 def overlay(start: Array, end: Array, edges: Array, code: Array) -> tuple[Array, Array, Array, Array]:

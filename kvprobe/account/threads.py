@@ -9,6 +9,7 @@ import numpy as np
 from kvprobe.account.cpu_time import Worked, who_worked
 from kvprobe.account.lines import Line, Unknown, line_of_calls
 from kvprobe.account.stretches import NOBODY
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, group_starts
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.model import Array, RangeStyle
@@ -55,8 +56,7 @@ class Threads:
         self.joined, self.begin, self.end = joined, begin, end
         self._lines = line_of_calls(joined.kind, joined.memory)
         self._known: dict[int, ThreadTimeline] = {}
-        order = joined.by_caller
-        self._rows = order[~joined.nested[order]] if joined.nested.any() else order
+        self._rows = joined.own_time
         callers = joined.caller[self._rows]
         first = group_starts(callers)
         self._of = dict(zip(callers[first].tolist(), np.split(self._rows, first[1:]), strict=False))
@@ -87,7 +87,7 @@ class Threads:
         unasked = np.full(len(line), NOBODY, dtype=np.int8)
         if len(rows):
             worked = self._worked(rows[0], edges, gap > 0)
-            busy = np.isin(worked, (Worked.THREAD, Worked.ANOTHER))
+            busy = among(worked, (Worked.THREAD, Worked.ANOTHER))
             long, unusual = (self._silent(caller, rows[0], edges, some) for some in (long, unusual))
             asleep = unusual[~busy[unusual]]
             unasked[asleep[self._may_sleep(rows[0], edges[asleep], edges[asleep + 1])]] = Unknown.BETWEEN_REQUESTS
@@ -142,7 +142,7 @@ class Threads:
         slept, joined = self.joined.recording.os_calls, self.joined
         mine = (slept["process"] == joined.process[row]) & (slept["thread"] == joined.thread[row])
         names = [i for i, name in enumerate(joined.recording.names) if name in _FROM_OUTSIDE] if mine.any() else []
-        rows = np.flatnonzero(mine & np.isin(slept["name"], np.array(names, dtype=np.int32)))
+        rows = np.flatnonzero(mine & among(slept["name"], names))
         rows = rows[~self._others_work(row, slept["start_ns"][rows], slept["end_ns"][rows])]
         return slept["start_ns"][rows], slept["end_ns"][rows], np.full(len(rows), Line.NOTHING_TO_DO)
 

@@ -26,6 +26,7 @@ from kvprobe.diagnosis.held_up import STALL_NS, held_up, longest_of, said
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
 from kvprobe.diagnosis.pinning_stall import CAUSE as PINNING_STALL
 from kvprobe.diagnosis.queue_full import queue_blocked
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import distinct
 from kvprobe.recordings.model import CallKind, Memory
 
@@ -55,7 +56,7 @@ def _holders(joined: JoinedRecording, told: bool) -> Array:
 
 def find(joined: JoinedRecording) -> Finding | None:
     """Creations and allocations that ended with another thread's stall."""
-    wants = np.isin(joined.kind, np.array([CallKind.CREATE, CallKind.ALLOC, CallKind.FREE], dtype=np.uint8))
+    wants = among(joined.kind, [CallKind.CREATE, CallKind.ALLOC, CallKind.FREE])
     rows = np.flatnonzero(wants & (joined.dur > STALL_NS))
     holders = _holders(joined, told=bool(len(rows)) and joined.recording.has_executions)
     rows, ns = held_up(joined, rows, holders)

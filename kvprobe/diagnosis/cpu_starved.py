@@ -178,7 +178,7 @@ def _cure(by_quota: float) -> list[Change]:
 
 def _inside_calls(joined: JoinedRecording, inside: _CpuWait, between: _CpuWait | None) -> Finding | None:
     waits, rows = joined.recording.cpu_waits, inside.rows
-    left = np.minimum(joined.host.free_ns, joined.excess_ns)[rows]
+    left = np.minimum(joined.host.free_ns[rows], joined.excess_of(rows))
     waited = int(waits["waited_ns"][inside.notes].sum())
     length = int((waits["end_ns"] - waits["start_ns"])[inside.notes].sum())
     throttled, by_quota = _by_quota(joined, inside.notes)

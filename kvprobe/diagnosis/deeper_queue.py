@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvprobe.diagnosis.finding import Change
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import distinct
 from kvprobe.recordings.model import CallKind, Memory
 
@@ -81,7 +82,7 @@ def spared(joined: JoinedRecording, found: Full, shape: str, factor: float) -> f
 
 def _outstanding(joined: JoinedRecording, streams: Array, rows: Array) -> int:
     """Median of what these streams together had outstanding when `rows` were entered; needs executions."""
-    mine = joined.submits & np.isin(joined.stream, streams) & (joined.exec_end >= 0)
+    mine = joined.submits & among(joined.stream, streams) & (joined.exec_end >= 0)
     done = np.sort(joined.exec_end[mine])
     entered = np.sort(joined.start[mine])
     at = joined.start[rows]
@@ -91,7 +92,7 @@ def _outstanding(joined: JoinedRecording, streams: Array, rows: Array) -> int:
 def counted_records(joined: JoinedRecording, streams: Array) -> Array:
     """Rows of the records of events that were counted as outstanding on these streams; few, or none, mostly."""
     known = (joined.kind == CallKind.EVENT) & (joined.occupancy.depth >= 0)
-    records: Array = np.flatnonzero(known & np.isin(joined.stream, streams))
+    records: Array = np.flatnonzero(known & among(joined.stream, streams))
     return records
 
 
@@ -102,7 +103,7 @@ def _replayed(joined: JoinedRecording, streams: Array, rows: Array, ns: Array, d
         return 0.0
     slots = max(int(depth * factor), depth)
     records = counted_records(joined, streams)
-    members = np.append(np.flatnonzero(joined.submits & np.isin(joined.stream, streams)), records)
+    members = np.append(np.flatnonzero(joined.submits & among(joined.stream, streams)), records)
     members = members[np.argsort(joined.start[members], kind="stable")]
     lost = np.zeros(len(joined.start), dtype=np.int64)
     np.add.at(lost, rows, ns)
@@ -128,10 +129,10 @@ def _replayed(joined: JoinedRecording, streams: Array, rows: Array, ns: Array, d
     needed[fresh] = joined.end[fresh]
     member[fresh] = False
     after = 0
-    order = joined.by_caller
-    order = order[~joined.nested[order]]
+    order = joined.own_time
+    callers = joined.caller[order]
     for caller in distinct(joined.caller[rows]):
-        calls = order[joined.caller[order] == caller]
+        calls = order[callers == caller]
         own = joined.dur[calls] - lost[calls]
         between = np.maximum(
             np.diff(joined.start[calls], prepend=joined.start[calls[:1]])[1:] - joined.dur[calls[:-1]], 0

@@ -11,6 +11,7 @@ from kvprobe.account import COPIES, HOST, OUTSIDE_CALLS, Account, GpuAccount, Li
 from kvprobe.account.chain import saved_by_host
 from kvprobe.account.stretches import NOBODY
 from kvprobe.diagnosis.cause import load_cause
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import distinct, group_starts
 from kvprobe.recordings.model import Array
 
@@ -168,8 +169,8 @@ class Explainer:
         out = 0
         for gpu in self.account.gpus:
             cut = gpu.stretches
-            inside = cut.cut(start, end) & (cut.caller == caller) & np.isin(cut.line, np.array(HOST, dtype=np.uint8))
-            out = max(out, int(cut.ns[inside].sum()))
+            inside = cut.cut(start, end) & (cut.caller == caller) & among(cut.line, HOST)
+            out = max(out, cut.sum_ns(inside))
         return out
 
     def _after_last_kernel(self, start: Array, end: Array) -> int:

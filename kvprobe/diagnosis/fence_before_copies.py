@@ -26,6 +26,7 @@ from kvprobe.diagnosis.joined import JoinedRecording, ms, range_of
 from kvprobe.diagnosis.launch_queue_saturation import cliff
 from kvprobe.diagnosis.merging import merged
 from kvprobe.diagnosis.queue_full import Full, full
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.model import CallKind, Direction, Engine
 
 CAUSE = cause_of(__name__)
@@ -42,7 +43,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     told = int((waits & np.isin(joined.stream, np.unique(joined.stream[rows]))).sum())
     busy = joined.busy(Engine.KERNEL).within(joined.start[rows], joined.end[rows])
     behind = int((2 * busy > ns).sum())
-    launching = np.isin(joined.kind[rows], [CallKind.LAUNCH, CallKind.GRAPH, CallKind.MEMSET])
+    launching = among(joined.kind[rows], [CallKind.LAUNCH, CallKind.GRAPH, CallKind.MEMSET])
     of_launches = 2 * int(ns[launching].sum()) > int(ns.sum())
     streams = np.unique(joined.stream[rows])
     waited = joined.stream_name(int(streams[0])) if len(streams) == 1 else f"{len(streams)} streams"

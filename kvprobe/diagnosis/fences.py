@@ -73,7 +73,7 @@ def pooled_behind_fence(joined: JoinedRecording) -> tuple[Array, Array, int, int
                 continue
             begin = np.concatenate(([True], joined.start[mine[1:]] - joined.end[mine[:-1]] > IDLE_NS))
             for burst in np.split(mine, np.flatnonzero(begin)[1:]):
-                long = np.flatnonzero(joined.excess_ns[burst] > STILL_NS)
+                long = np.flatnonzero(joined.excess_of(burst) > STILL_NS)
                 if not len(long) or not _fits(joined, burst, int(long[0]), counts, told):
                     continue
                 slow = np.flatnonzero(joined.dur[burst] > 3 * joined.usual_ns[burst])
@@ -81,7 +81,7 @@ def pooled_behind_fence(joined: JoinedRecording) -> tuple[Array, Array, int, int
                 outstanding = max(outstanding, int(long[0]))
                 streams = max(streams, len(distinct(joined.stream[burst])))
     rows = np.concatenate([np.zeros(0, dtype=np.int64), *rows_out])
-    return rows, joined.excess_ns[rows], outstanding, streams
+    return rows, joined.excess_of(rows), outstanding, streams
 
 
 def _fits(joined: JoinedRecording, burst: Array, first: int, counts: tuple[int, ...], told: Array) -> bool:

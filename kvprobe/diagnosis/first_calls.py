@@ -82,12 +82,12 @@ def _labelled(joined: JoinedRecording, slow: Array) -> Array:
     """Rows of slow calls that the recorder labels as lazy loading or JIT for most of what they took too long."""
     cover = joined.label_cover(Label.LAZY_LOADING, Label.JIT)
     rows = np.flatnonzero(slow)
-    return rows[2 * cover.within(joined.start[rows], joined.end[rows]) > joined.excess_ns[rows]]
+    return rows[2 * cover.within(joined.start[rows], joined.end[rows]) > joined.excess_of(rows)]
 
 
 def find(joined: JoinedRecording) -> Finding | None:
     """First calls and labelled lazy loading."""
-    slow = joined.slow & (joined.excess_ns > 9 * joined.usual_ns) & (joined.kind != CallKind.SYNC)
+    slow = joined.slow & (joined.dur > 10 * joined.usual_ns) & (joined.kind != CallKind.SYNC)
     if not slow.any():
         return None
     first, labelled = _first_calls(joined, slow), _labelled(joined, slow)
@@ -95,7 +95,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     rows = rows[~queue_blocked(joined)[rows] & (joined.host.free_ns[rows] > 0)]
     if not len(rows):
         return None
-    lost = joined.excess_ns[rows]
+    lost = joined.excess_of(rows)
     eager = Change(
         "Set CUDA_MODULE_LOADING=EAGER, where start-up time matters less than the first requests",
         "environment",
@@ -124,7 +124,7 @@ def find(joined: JoinedRecording) -> Finding | None:
 
 
 def _evidence(joined: JoinedRecording, rows: Array, labelled: Array) -> list[Evidence]:
-    lost = joined.excess_ns[rows]
+    lost = joined.excess_of(rows)
     worst = rows[np.argmax(lost)]
     return [
         Evidence(

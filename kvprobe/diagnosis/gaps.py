@@ -10,6 +10,7 @@ from kvprobe.account import OPEN, OUTSIDE_CALLS, Line
 from kvprobe.account.stretches import NOBODY
 from kvprobe.diagnosis.finding import EvidenceChart
 from kvprobe.diagnosis.joined import Array, JoinedRecording
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, distinct, in_time, union
 from kvprobe.recordings.model import Label
 
@@ -42,7 +43,7 @@ def nothing_to_do(joined: JoinedRecording, gaps: Gaps) -> Array:
     parts = [
         (cut.start[idle], cut.end[idle])
         for cut in (gpu.stretches for gpu in joined.account.gpus)
-        for idle in ((cut.line == Line.NOTHING_TO_DO) | np.isin(cut.detail, OPEN),)
+        for idle in ((cut.line == Line.NOTHING_TO_DO) | among(cut.detail, OPEN),)
     ]
     if not parts:
         return np.zeros(len(gaps.start), dtype=bool)
@@ -61,7 +62,7 @@ def outside_calls_ns(joined: JoinedRecording, start: Array, end: Array) -> int:
     for gpu in joined.account.gpus:
         cut = gpu.stretches
         mine = cut.cut(begins, ends) & (cut.cause == NOBODY)
-        total += int(cut.ns[mine & np.isin(cut.line, lines)].sum())
+        total += cut.sum_ns(mine & among(cut.line, lines))
     return total
 
 
@@ -90,7 +91,7 @@ def _idle_gaps(joined: JoinedRecording) -> Gaps:
     parts: list[tuple[Array, ...]] = []
     table = joined.recording.executions
     garbage = joined.label_cover(Label.GC)
-    counts = joined.submits & np.isin(joined.caller, joined.launching_callers)
+    counts = joined.submits & among(joined.caller, joined.launching_callers)
     processes = distinct(table["process"])
     for process in processes:
         if len(processes) == 1 and not (joined.x_start[1:] < joined.x_start[:-1]).any():

@@ -27,7 +27,8 @@ from kvprobe.diagnosis.gaps import Gaps, gaps_chart, idle_gaps, nothing_to_do, o
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.diagnosis.python_or_gil_bound import explained
 from kvprobe.diagnosis.server_options import with_options
-from kvprobe.recordings.intervals import Cover
+from kvprobe.recordings.assemble import among
+from kvprobe.recordings.intervals import Cover, distinct
 from kvprobe.recordings.model import CallKind, Direction
 
 CAUSE = cause_of(__name__)
@@ -124,7 +125,7 @@ def _evidence(gaps: Gaps, mine: Array, lost: int, beside: int, span: int) -> lis
 
 def _cure(joined: JoinedRecording, calls: Array, part: float) -> list[Change]:
     """Preparing ahead, with its part of the loss; then what the recording shows to be in the way of it."""
-    callers = np.isin(joined.caller, joined.caller[calls])
+    callers = among(joined.caller, distinct(joined.caller[calls]))
     reads = joined.direction == Direction.D2H
     waits = callers & ((joined.kind == CallKind.SYNC) | (joined.kind == CallKind.COPY_SYNC))
     out = [Change(with_options(joined.recording, MOVE if part >= _HALF else SHORTEN, OPTIONS), share=part)]

@@ -37,7 +37,7 @@ from kvprobe.diagnosis.finding import (
 from kvprobe.diagnosis.traced import longest
 from kvprobe.durations import time_text
 from kvprobe.launchqueue.constants import LEAST_NS, NOTABLE_NS, NOTABLE_SHARE
-from kvprobe.recordings.assemble import pairs, positions
+from kvprobe.recordings.assemble import among, pairs, positions
 from kvprobe.recordings.intervals import Cover, distinct, group_starts, in_time
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.model import CallKind, Direction, Engine, Label, Memory, Recording
@@ -206,9 +206,8 @@ class JoinedRecording(Joined):
     def call_counts(self, kinds: Sequence[CallKind]) -> Array:
         """Calls of these kinds by stream, (streams,) float64: those in the recording, or in its totals where more."""
         calls, totals, streams = self.recording.calls, self.recording.totals, self.recording.streams.rows
-        kind = np.array(kinds, dtype=np.uint8)
-        kept = (calls["stream"] >= 0) & np.isin(calls["kind"], kind)
-        counted = (totals["stream"] >= 0) & np.isin(totals["kind"], kind)
+        kept = (calls["stream"] >= 0) & among(calls["kind"], kinds)
+        counted = (totals["stream"] >= 0) & among(totals["kind"], kinds)
         detail = np.bincount(calls["stream"][kept], minlength=streams)
         whole = np.bincount(totals["stream"][counted], weights=totals["calls"][counted], minlength=streams)
         more: Array = np.maximum(detail, whole)
@@ -216,24 +215,30 @@ class JoinedRecording(Joined):
 
     @property
     def excess_ns(self) -> Array:
-        """How much longer each call took than such a call usually takes."""
-        excess: Array = np.maximum(self.dur - self.usual_ns, 0)
+        """How much longer each call took than such a call usually takes; not kept, as there may be millions."""
+        return self.excess_of(slice(None))
+
+    def excess_of(self, rows: Array | slice) -> Array:
+        """The same of these calls alone."""
+        excess: Array = np.maximum(self.dur[rows] - self.usual_ns[rows], 0)
         return excess
 
     @cached_property
     def slow(self) -> Array:
         """Mask of calls that took at least SLOW_NS, most of it more than such a call usually takes."""
-        mask: Array = (self.dur > SLOW_NS) & (2 * self.excess_ns > self.dur)
+        mask: Array = self.dur > SLOW_NS
+        rows = np.flatnonzero(mask)
+        mask[rows] = 2 * self.excess_of(rows) > self.dur[rows]
         return mask
 
     def on_launching_thread(self, rows: Array) -> Array:
         """Mask over `rows`: the call is made by a thread that launches compute."""
-        return np.isin(self.caller[rows], self.launching_callers)
+        return among(self.caller[rows], self.launching_callers)
 
     def label_cover(self, *labels: Label, process: int | None = None) -> Cover:
         """Instants that the recorder labelled so, on whatever thread (a flush on a worker delays others)."""
         table = self.recording.labels
-        keep = np.isin(table["label"], np.array(labels, dtype=np.uint8))
+        keep = among(table["label"], labels)
         if process is not None:
             keep &= table["process"] == process
         return Cover(table["start_ns"][keep], table["end_ns"][keep])
@@ -247,7 +252,7 @@ class JoinedRecording(Joined):
     ) -> Cover:
         """Instants at which the device executed something of these kinds."""
         table = self.recording.executions
-        keep = np.isin(table["engine"], np.array(engines, dtype=np.uint8))
+        keep = among(table["engine"], engines)
         if process is not None:
             keep &= table["process"] == process
         if device is not None:
@@ -274,11 +279,13 @@ class JoinedRecording(Joined):
     @cached_property
     def _caller_spans(self) -> tuple[Array, Array]:
         order = self.by_caller
-        order = order[~self.outside[order]]
-        edges = group_starts(self.caller[order])
+        order = order[~self.outside[order]] if self.outside.any() else order
+        callers = self.caller[order]
+        edges = group_starts(callers)
         last = np.maximum.reduceat(self.end[order], edges) if len(edges) else edges
         last = np.minimum(last, self.serving.end_ns)
-        return self.caller[order][edges], np.maximum(last - self.start[order][edges], 1)
+        first = edges if not len(edges) else order[edges]
+        return callers[edges], np.maximum(last - self.start[first], 1)
 
     def notable(self, lost_ns: int, span_ns: int) -> bool:
         """Whether a loss is worth a line: at least 200 µs, and a millisecond or a hundredth of the span."""

@@ -30,7 +30,7 @@ from kvprobe.diagnosis.joined import SLOW_NS, Array, JoinedRecording, ms, range_
 from kvprobe.diagnosis.merging import merged
 from kvprobe.diagnosis.queue_full import UNSETTLED_SHARE, Full, full, queue_blocked
 from kvprobe.launchqueue.constants import CHANNEL_SLOTS, FULL_SHARE, LEAST_NS, REAL_DEPTH
-from kvprobe.recordings.assemble import is_kind
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.inferred import without_cpu
 from kvprobe.recordings.intervals import distinct
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Memory
@@ -42,9 +42,12 @@ PROVES = Line.FULL_QUEUE
 def cliff(joined: JoinedRecording, rows: Array) -> EvidenceChart:
     """Time inside the call against what was outstanding at its entry: flat, and then a cliff."""
     streams = distinct(joined.stream[rows])
-    every = np.flatnonzero(joined.submits & np.isin(joined.stream, streams) & (joined.occupancy.depth >= 0))
-    other = every[queue_blocked(joined)[every] & ~np.isin(every, rows)]
-    rest = every[~np.isin(every, rows) & ~np.isin(every, other)]
+    every = np.flatnonzero(joined.submits & among(joined.stream, streams) & (joined.occupancy.depth >= 0))
+    here = np.zeros(len(joined.start), dtype=bool)
+    here[rows] = True
+    every = every[~here[every]]
+    elsewhere = queue_blocked(joined)[every]
+    other, rest = every[elsewhere], every[~elsewhere]
 
     def thin(some: Array) -> Array:
         """1,500 of them at most: the 300 slowest, which the words name, and the others at equal steps."""
@@ -121,15 +124,14 @@ def _too_few(joined: JoinedRecording) -> bool:
     if any(joined.recording.lost.values()) or (calls["kind"] == CallKind.GRAPH).any():
         return False
     takes = (*SUBMITTING, CallKind.EVENT)
-    made = int(np.maximum(calls["count"], 1)[is_kind(calls["kind"], takes)].sum())
-    made = max(made, int(totals["calls"][is_kind(totals["kind"], takes)].sum()))
+    made = int(np.maximum(calls["count"], 1)[among(calls["kind"], takes)].sum())
+    made = max(made, int(totals["calls"][among(totals["kind"], takes)].sum()))
     return made < min(REAL_DEPTH, FULL_SHARE * float(joined.recording.machine.get("queue_depth") or REAL_DEPTH))
 
 
 def _crowded(joined: JoinedRecording) -> Finding | None:
     """Slow copies whose own stream had free slots while those of their direction together held what a channel takes."""
-    seen = joined.submits & np.isin(joined.direction, (Direction.H2D, Direction.D2H)) & (joined.exec_end >= 0)
-    left = np.minimum(joined.host.free_ns, joined.excess_ns)
+    seen = joined.submits & among(joined.direction, (Direction.H2D, Direction.D2H)) & (joined.exec_end >= 0)
     slow = seen & joined.slow & (joined.host.owner < 0) & (joined.memory != Memory.PAGEABLE)
     takes = FULL_SHARE * float(joined.recording.machine.get("queue_depth") or CHANNEL_SLOTS)
     parts = [np.zeros(0, dtype=np.int64)]
@@ -148,7 +150,7 @@ def _crowded(joined: JoinedRecording) -> Finding | None:
         CAUSE,
         "A channel of several streams may have been full: {calls} submissions took {lost} longer than others",
         rows,
-        left[rows],
+        np.minimum(joined.host.free_ns[rows], joined.excess_of(rows)),
         evidence=(
             Evidence(
                 f"up to {most:,} copies of this direction were outstanding, on all streams together",
@@ -316,7 +318,7 @@ def _cure(joined: JoinedRecording, found: Full) -> list[Change]:
     """A deeper queue, and what fits the kind of call that lost most of the time."""
     rows, ns = found.rows["saturation"], found.ns["saturation"]
     kinds = joined.kind[rows]
-    of_launches = 2 * int(ns[np.isin(kinds, [CallKind.LAUNCH, CallKind.GRAPH])].sum()) > int(ns.sum())
+    of_launches = 2 * int(ns[among(kinds, [CallKind.LAUNCH, CallKind.GRAPH])].sum()) > int(ns.sum())
     of_batches = 2 * int(ns[kinds == CallKind.BATCH].sum()) > int(ns.sum())
     cure = [deeper(joined, found, "saturation"), *_fewer_records(joined, found)]
     if of_launches:
@@ -356,7 +358,7 @@ def _fewer_records(joined: JoinedRecording, found: Full) -> list[Change]:
     records = len(counted_records(joined, distinct(joined.stream[rows])))
     if not records:
         return []
-    submitted = int((joined.submits & np.isin(joined.stream, joined.stream[rows])).sum())
+    submitted = int((joined.submits & among(joined.stream, distinct(joined.stream[rows]))).sum())
     return [
         Change(
             f"Record one event after each transfer or step, not after each piece: {records:,} records took "

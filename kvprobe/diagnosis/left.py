@@ -9,6 +9,7 @@ import numpy as np
 from kvprobe.account import GpuAccount, Line
 from kvprobe.account.stretches import NOBODY
 from kvprobe.diagnosis.joined import CRITICAL, JoinedRecording
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.model import Array
 
 __all__ = ["most_left"]
@@ -27,7 +28,7 @@ def most_left(joined: JoinedRecording, lines: Sequence[Line]) -> tuple[GpuAccoun
     most = False, 0
     for gpu in joined.account.gpus:
         cut = gpu.stretches
-        free = (cut.cause == NOBODY) & np.isin(cut.line, np.array(lines, dtype=np.uint8))
+        free = (cut.cause == NOBODY) & among(cut.line, lines)
         first, last = gpu.computes
         after = free & (cut.start >= last)
         before = free & ~after & (cut.start < first)
@@ -36,7 +37,7 @@ def most_left(joined: JoinedRecording, lines: Sequence[Line]) -> tuple[GpuAccoun
             between, before = between | before, free & False
         parts = (between, ""), (before, "no kernel before them"), (after, "no kernel after them")
         for mine, lacks in parts:
-            ns = int(cut.ns[mine].sum())
+            ns = cut.sum_ns(mine)
             weight = not lacks and ns >= CRITICAL * gpu.asked_ns, ns
             if ns and weight > most:
                 most, best = weight, (gpu, mine, lacks)

@@ -33,6 +33,7 @@ from kvprobe.diagnosis.ordering import (
     unordered_loss,
     waits,
 )
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, ascending
 from kvprobe.recordings.model import Direction
 
@@ -72,7 +73,7 @@ def _unordered(joined: JoinedRecording, process: int, rows: Array) -> _Violation
     count = int(burst[-1]) + 1
     times, streams = waits(joined, process)
     first, last = int(joined.start[rows[0]]), int(launched[-1])
-    device_side = times[np.isin(streams, joined.kernel_streams) & (times > first)]
+    device_side = times[among(streams, joined.kernel_streams) & (times > first)]
     host_side = joined.start[asks(joined, process)]
     host_side = host_side[(host_side > first) & (host_side < last)]
     ordering = len(device_side) + len(host_side)

@@ -8,6 +8,7 @@ from kvprobe.diagnosis.deeper_queue import spared
 from kvprobe.diagnosis.finding import Change
 from kvprobe.diagnosis.joined import JoinedRecording
 from kvprobe.diagnosis.queue_full import Full
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.descriptors import Neighbours, neighbours
 from kvprobe.recordings.intervals import distinct
 from kvprobe.recordings.model import Memory
@@ -32,7 +33,7 @@ def merged(joined: JoinedRecording, found: Full, shape: str) -> tuple[Change, ..
     A queue that takes 1,021 submissions takes as many pieces: with k copies to a piece it is k times as deep.
     """
     streams = np.union1d(list(found.crowded) if shape == "channels" else [], distinct(joined.stream[found.rows[shape]]))
-    given = joined.submits & np.isin(joined.stream, streams)
+    given = joined.submits & among(joined.stream, streams)
     slots = int(given.sum())
     saved = int((given & near(joined).continues & (joined.memory != Memory.PAGEABLE)).sum())
     if not saved or slots < LEAST_FACTOR * (slots - saved):

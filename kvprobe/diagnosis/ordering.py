@@ -6,6 +6,7 @@ import numpy as np
 
 from kvprobe.diagnosis.finding import DEVICE_BY_NSYS, Loss, NotLookedFor, is_of_nsys
 from kvprobe.diagnosis.joined import Array, JoinedRecording
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import distinct, in_time
 from kvprobe.recordings.model import CallKind, Direction, Memory
 
@@ -33,7 +34,7 @@ class AsyncCopies:
             & (joined.direction == direction)
             & (joined.memory != Memory.PAGEABLE)
             & (joined.stream >= 0)
-            & ~np.isin(joined.stream, joined.kernel_streams)
+            & ~among(joined.stream, joined.kernel_streams)
             & (joined.exec_end >= 0)
         )
         self.rows: Array = in_time(rows, joined.start)

@@ -45,7 +45,8 @@ from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Find
 from kvprobe.diagnosis.gaps import NO_WORK_NS, Gaps, gaps_chart, idle_gaps, outside_calls_ns
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.diagnosis.pauses import long_pauses, waited_within
-from kvprobe.recordings.intervals import Cover
+from kvprobe.recordings.assemble import among
+from kvprobe.recordings.intervals import Cover, distinct
 
 CAUSE = cause_of(__name__)
 PROVES = Line.PYTHON
@@ -180,7 +181,7 @@ def _by_submissions(joined: JoinedRecording) -> Finding | None:
     if lost < LEAST_SHARE * span:
         return None
     calls = int(joined.submits[after].sum())
-    inside = int(joined.dur[np.isin(joined.caller, joined.caller[rows])].sum())
+    inside = int(joined.dur[among(joined.caller, distinct(joined.caller[rows]))].sum())
     return joined.finding(
         CAUSE,
         "A submitting thread waited {lost} for Python's interpreter lock (GIL), between {calls} calls",

@@ -31,6 +31,7 @@ from kvprobe.launchqueue.constants import (
 )
 from kvprobe.launchqueue.evidence import Regular, StoodStill
 from kvprobe.launchqueue.judge import conclude
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, ascending, distinct
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory, Recording, Table
 from kvprobe.recordings.numbered import slots_each
@@ -174,7 +175,7 @@ def _by_other_thread(joined: JoinedRecording, queue: StreamOccupancy, rows: Arra
         elsewhere = int((joined.submits & (joined.caller == caller) & (joined.stream != queue.stream)).sum())
         others = queue.calls[joined.caller[queue.calls] != caller]
         others = others[joined.submits[others]]
-        copies = np.isin(joined.direction[others], [Direction.H2D, Direction.D2H]).mean()
+        copies = among(joined.direction[others], [Direction.H2D, Direction.D2H]).mean()
         if elsewhere <= len(here) or copies < 0.9:
             continue
         done = ascending(joined.exec_end[here][joined.exec_end[here] >= 0])
@@ -187,7 +188,7 @@ def _by_other_thread(joined: JoinedRecording, queue: StreamOccupancy, rows: Arra
 def _standing_still(joined: JoinedRecording, queue: StreamOccupancy, rows: Array) -> Array:
     """Ns of each blocked call in which nothing of its queue executed, where the queue moved on at the call's end."""
     table = joined.recording.executions
-    theirs = np.isin(table["stream"], queue.streams or [queue.stream])
+    theirs = among(table["stream"], queue.streams or [queue.stream])
     cover = Cover(joined.x_start[theirs], joined.x_end[theirs])
     start, end = joined.start[rows], joined.end[rows]
     still = (end - start) - cover.within(start, end)
@@ -331,7 +332,7 @@ def _with_late_room(
     starts = ascending(joined.start[rows])
     between = np.searchsorted(starts, joined.start[more])
     more = more[(between > 0) & (between < len(starts))]
-    return np.concatenate((rows, more)), np.concatenate((ns, joined.excess_ns[more]))
+    return np.concatenate((rows, more)), np.concatenate((ns, joined.excess_of(more)))
 
 
 def _lonely(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Array]:
@@ -341,7 +342,7 @@ def _lonely(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Arr
     if deepest < LEAST_DEPTH or not joined.recording.has_executions:
         return none, none
     depth = float(joined.recording.machine.get("queue_depth") or 0)
-    excess = joined.excess_ns[queue.calls]
+    excess = joined.excess_of(queue.calls)
     top = queue.calls[
         (queue.depth >= deepest - max(LEAST_BAND, round(BAND_SHARE * deepest)))
         & (excess > STANDING_NS)
@@ -358,13 +359,13 @@ def _lonely(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Arr
         held |= fenced
     if conclude(StoodStill(deepest, depth, delays=int(behind.sum()))).full:
         held |= behind
-    return top[held], joined.excess_ns[top[held]]
+    return top[held], joined.excess_of(top[held])
 
 
 def _behind_one(joined: JoinedRecording, queue: StreamOccupancy, rows: Array) -> Array:
     """Mask over blocked calls: one operation of their queue ran for most of the call, which returned as it ended."""
     table = joined.recording.executions
-    theirs = np.flatnonzero(np.isin(table["stream"], queue.streams or [queue.stream]))
+    theirs = np.flatnonzero(among(table["stream"], queue.streams or [queue.stream]))
     theirs = theirs[np.argsort(joined.x_start[theirs], kind="stable")]
     start, end = joined.start[rows], joined.end[rows]
     at = np.searchsorted(joined.x_start[theirs], start + (end - start) // 5, "right") - 1
@@ -397,7 +398,7 @@ def _regular(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Ar
     depth = float(joined.recording.machine.get("queue_depth") or 0) / each
     if queue.graphs or len(queue.ends) < LEAST_DELAYS:
         return none, none
-    excess, usual = joined.excess_ns[queue.calls], joined.usual_ns[queue.calls]
+    excess, usual = joined.excess_of(queue.calls), joined.usual_ns[queue.calls]
     judged = joined.memory[queue.calls] != Memory.PAGEABLE
     top = judged & (queue.depth >= deepest - max(LEAST_BAND, round(BAND_SHARE * deepest)))
     slow = excess > 3 * usual + 10_000
@@ -416,4 +417,4 @@ def _regular(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Ar
     if not conclude(Regular(deepest, depth, REAL_DEPTH / each, len(queue.streams), *counts, gathered)).full:
         return none, none
     # Slots may be freed in chunks: then most calls at the top go through, and each one in so many waits long.
-    return _with_late_room(joined, queue, rows, joined.excess_ns[rows], deepest)
+    return _with_late_room(joined, queue, rows, joined.excess_of(rows), deepest)

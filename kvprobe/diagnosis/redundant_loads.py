@@ -59,6 +59,7 @@ from kvprobe.diagnosis.finding import (
 )
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.diagnosis.wasted_stores import FASTEST_LINK, cost_of, no_addresses, spent_in_spans, waited_between
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import distinct, running_max_by_group
 from kvprobe.recordings.model import CallKind, Direction, Memory
 
@@ -170,7 +171,7 @@ def _unseen(joined: JoinedRecording, loads: Array) -> Array:
     earlier, later = loads[:-1], loads[1:]
     out: Array = (joined.memory[earlier] != Memory.PAGEABLE) & (joined.memory[later] != Memory.PAGEABLE)
     out &= joined.kind[later] == CallKind.COPY  # of a batch only the first address is known
-    out &= ~np.isin(joined.stream[earlier], joined.kernel_streams)
+    out &= ~among(joined.stream[earlier], joined.kernel_streams)
     for process in np.unique(joined.process[earlier]):
         mine = np.flatnonzero(out & (joined.process[earlier] == process))
         times = np.sort(joined.start[(joined.kind == CallKind.SYNC) & (joined.process == process)])
@@ -199,7 +200,7 @@ def _computes(joined: JoinedRecording) -> bool:
     """Whether the recording has kernels that could have used what was loaded, in its detail or in its totals."""
     totals = joined.recording.totals
     launched = int(totals["calls"][totals["kind"] == CallKind.LAUNCH].sum())
-    kinds = np.isin(joined.kind, np.array([CallKind.LAUNCH, CallKind.GRAPH], dtype=np.uint8))
+    kinds = among(joined.kind, [CallKind.LAUNCH, CallKind.GRAPH])
     return max(launched, int(kinds.sum())) >= FEW
 
 

@@ -29,6 +29,7 @@ import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, distinct
 from kvprobe.recordings.model import Direction, Engine, Memory
 
@@ -62,7 +63,7 @@ def _between(joined: JoinedRecording, rows: Array, compute: Cover | None) -> int
 def _compute(joined: JoinedRecording, rows: Array) -> Cover:
     """When kernels of the copies' processes ran."""
     table = joined.recording.executions
-    kernels = (table["engine"] == Engine.KERNEL) & np.isin(table["process"], distinct(table["process"][rows]))
+    kernels = (table["engine"] == Engine.KERNEL) & among(table["process"], distinct(table["process"][rows]))
     return Cover(joined.x_start[kernels], joined.x_end[kernels])
 
 

@@ -12,7 +12,7 @@ from typing import cast
 import numpy as np
 
 from kvprobe.output.recorded import StartupJson, StartupPartJson
-from kvprobe.recordings.assemble import is_kind
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Direction, Memory, Recording
 from kvprobe.recordings.serving import ServingWindow, setting_up
 
@@ -110,13 +110,13 @@ def startup(recording: Recording, window: ServingWindow) -> Startup:
             )
         )
     out.sort(key=lambda part: -part.ns)
-    submissions = int((before & is_kind(calls["kind"], SUBMITTING)).sum())
+    submissions = int((before & among(calls["kind"], SUBMITTING)).sum())
     return Startup(length, window.how, submissions, tuple(out))
 
 
 def _loads(recording: Recording) -> Array:
     """Mask over calls: single copies to the device."""
-    mask: Array = is_kind(recording.calls["kind"], (CallKind.COPY, CallKind.COPY_SYNC))
+    mask: Array = among(recording.calls["kind"], (CallKind.COPY, CallKind.COPY_SYNC))
     mask &= recording.calls["direction"] == Direction.H2D
     return mask
 

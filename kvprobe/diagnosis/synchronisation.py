@@ -32,7 +32,7 @@ import numpy as np
 from kvprobe.account import Line
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
-from kvprobe.recordings.assemble import is_kind
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, ascending, distinct, running_max_by_group
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
 
@@ -78,7 +78,7 @@ def _read_back(joined: JoinedRecording, rows: Array, last: Array, kernels: Array
         & (joined.kind[at] == CallKind.COPY)
         & (joined.direction[at] == Direction.D2H)
         & (joined.bytes[at] <= SMALL_BYTES)
-        & np.isin(joined.stream[at], kernels)
+        & among(joined.stream[at], kernels)
         & ((joined.stream[rows] < 0) | (joined.stream[rows] == joined.stream[at]))
         & ~joined.is_named("event")[rows]
     )
@@ -165,7 +165,7 @@ def _before_compute(joined: JoinedRecording, rows: Array) -> Array:
     a few before the window begins.
     """
     spans, before = joined.recording.spans, np.zeros(len(rows), dtype=bool)
-    computes = is_kind(spans["engine"], (Engine.KERNEL, Engine.OTHER)) & (spans["end_ns"] > joined.serving.start_ns)
+    computes = among(spans["engine"], (Engine.KERNEL, Engine.OTHER)) & (spans["end_ns"] > joined.serving.start_ns)
     for process in distinct(spans["process"]):
         kernels = spans["start_ns"][computes & (spans["process"] == process)]
         first = kernels.min() if len(kernels) else np.iinfo(np.int64).max
@@ -205,7 +205,7 @@ def _by_executions(joined: JoinedRecording, rows: Array, last: Array, copy: Arra
     late = joined.end[rows] - joined.exec_end[at]
     wanted |= copy & (named < 0) & (late >= 0) & (late < WOKEN_NS) & (joined.exec_end[at] > joined.start[rows])
     moves = (table["direction"] == Direction.H2D) | (table["direction"] == Direction.D2H)
-    copies = (table["engine"] == Engine.COPY) & moves & ~np.isin(table["stream"], joined.kernel_streams)
+    copies = (table["engine"] == Engine.COPY) & moves & ~among(table["stream"], joined.kernel_streams)
     for process in distinct(joined.process[rows]):
         mine = np.flatnonzero((joined.process[rows] == process) & (named < 0) & ~wanted)
         start, end = joined.start[rows[mine]], joined.end[rows[mine]]
@@ -231,9 +231,9 @@ def find(joined: JoinedRecording) -> Finding | None:
     kernels = joined.kernel_streams if seen else _streams_of_kernels(joined)
     back = _read_back(joined, rows, last, kernels)
     named, at = joined.stream[rows], np.maximum(last, 0)
-    apart = (named >= 0) & ~np.isin(named, kernels)
+    apart = (named >= 0) & ~among(named, kernels)
     copy = (last >= 0) & ((joined.kind[at] == CallKind.COPY) | (joined.kind[at] == CallKind.BATCH))
-    copy &= (joined.stream[at] >= 0) & ~np.isin(joined.stream[at], kernels)
+    copy &= (joined.stream[at] >= 0) & ~among(joined.stream[at], kernels)
     wanted, unclear = implicit[rows] | back, rows[:0]
     if seen:
         wanted |= _by_executions(joined, rows, last, copy, apart)

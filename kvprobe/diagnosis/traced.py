@@ -56,8 +56,8 @@ def longest(joined: JoinedRecording, rows: Array, ns: Array) -> tuple[TracedCall
     """
     if not len(rows):
         return ()
-    order = np.argsort(-ns, kind="stable")
-    chosen = order[:MOST].tolist()
+    most = np.flatnonzero(ns >= np.partition(ns, -MOST)[-MOST]) if len(ns) > MOST else np.arange(len(ns))
+    chosen = most[np.argsort(-ns[most], kind="stable")][:MOST].tolist()
     # Stacks are few: the call of each is shown, however many calls lost more.
     table = joined.recording.stacks
     for at in np.flatnonzero(table["blocked_ns"] > 0)[:200].tolist():

@@ -22,10 +22,11 @@ STACKED_NS = 5_000_000  # `--stacks-after 5` takes stacks from here on
 
 def find(joined: JoinedRecording) -> Finding | None:
     """What is left of slow submissions."""
-    left = np.minimum(joined.host.free_ns, joined.excess_ns)
     asked = joined.submits | joined.is_named("eventrecord")
-    rows = np.flatnonzero(asked & joined.slow & (joined.host.owner < 0) & (left > 0))
-    lost = int(left[rows].sum())
+    rows = np.flatnonzero(asked & joined.slow & (joined.host.owner < 0))
+    left = np.minimum(joined.host.free_ns[rows], joined.excess_of(rows))
+    rows, left = rows[left > 0], left[left > 0]
+    lost = int(left.sum())
     least = max(CRITICAL * joined.caller_span_ns(rows), OF_WINDOW * joined.span_ns) if len(rows) == 1 else 0
     if not len(rows) or lost < least:
         return None  # one slow call in a recording is an accident, unless its thread did little else
@@ -60,7 +61,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         CAUSE,
         "{calls} slow submissions without a known cause: {lost}",
         rows,
-        left[rows],
+        left,
         evidence=evidence,
         because="these calls overlap nothing that the recorder labelled, copy no pageable memory, are not first calls, "
         "and were made while their queues had free slots"

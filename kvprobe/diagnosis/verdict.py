@@ -16,7 +16,7 @@ from kvprobe.account import COPIES, HOST, OPEN, Account, GpuAccount, Line
 from kvprobe.diagnosis import FULL_QUEUE, UNEXPLAINED
 from kvprobe.durations import time_text
 from kvprobe.output.parts import VerdictJson
-from kvprobe.recordings.assemble import is_kind
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.buckets import bucket_floor_ns
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Recording
 from kvprobe.recordings.serving import ServingWindow, serving_window
@@ -87,9 +87,9 @@ def missing(recording: Recording, window: ServingWindow | None = None) -> list[M
     out = [MissingPart(line, _AGAIN) for line in recording.incomplete]
     calls, totals = recording.calls, recording.totals
     window = window or recording.window or serving_window(recording)
-    submits = is_kind(calls["kind"], SUBMITTING)
+    submits = among(calls["kind"], SUBMITTING)
     inside = int((submits & window.holds(calls["process"], calls["start_ns"])).sum()) if submits.any() else 0
-    counted = int(totals["calls"][is_kind(totals["kind"], SUBMITTING)].sum())
+    counted = int(totals["calls"][among(totals["kind"], SUBMITTING)].sum())
     inside = max(inside, _between_marks(recording, window))
     made = inside if inside or window.given else max(inside, counted)
     if not calls.rows and not counted and not recording.executions.rows:
@@ -147,7 +147,7 @@ def _unseen(recording: Recording) -> list[MissingPart]:
     if not any(recording.lost.values()) or len(recording.histograms) != totals.rows:
         return []
     rows = np.flatnonzero(
-        is_kind(totals["kind"], (CallKind.COPY, CallKind.BATCH, CallKind.MEMSET))
+        among(totals["kind"], (CallKind.COPY, CallKind.BATCH, CallKind.MEMSET))
         & np.isin(totals["process"], [p for p, n in recording.lost.items() if n])
     )
     counts = recording.histograms[rows].sum(axis=0) if len(rows) else np.zeros(0, np.int64)
@@ -155,7 +155,7 @@ def _unseen(recording: Recording) -> list[MissingPart]:
         return []
     lost, quick = _slower(counts)
     calls = recording.calls
-    detail = np.maximum(calls["end_ns"] - calls["start_ns"], 0)[is_kind(calls["kind"], SUBMITTING)]
+    detail = np.maximum(calls["end_ns"] - calls["start_ns"], 0)[among(calls["kind"], SUBMITTING)]
     lost -= float(np.maximum(detail[detail > 3 * quick] - quick, 0).sum())
     span = float(calls["end_ns"].max() - calls["start_ns"].min()) if calls.rows else 0.0
     threads = max(len(np.unique(totals["thread"][rows])), 1)

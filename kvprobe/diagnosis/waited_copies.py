@@ -62,7 +62,7 @@ def waited_copies(joined: JoinedRecording, rows: Array) -> WaitedCopies:
     """
     call = joined.x_call[rows]
     rows, call = rows[call >= 0], call[call >= 0]
-    order = joined.by_caller[~joined.nested[joined.by_caller]]
+    order = joined.own_time
     if not len(rows) or not len(order):
         return WaitedCopies(0, len(rows), "")
     place = np.full(len(joined.start), -1, dtype=np.int64)

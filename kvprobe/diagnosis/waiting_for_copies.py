@@ -31,6 +31,7 @@ from kvprobe.diagnosis.left import most_left
 from kvprobe.diagnosis.server_options import with_options
 from kvprobe.diagnosis.waited_copies import WaitedCopies, waited_copies
 from kvprobe.diagnosis.weights_not_overlapped import CAUSE as WEIGHTS
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import Array, Direction, Engine
 
@@ -67,13 +68,13 @@ def find(joined: JoinedRecording) -> Finding | None:
     gpu, mine, lacks = most_left(joined, COPIES)
     if gpu is None:
         return None
-    lost = int(gpu.stretches.ns[mine].sum())
+    lost = gpu.stretches.sum_ns(mine)
     start, end = gpu.stretches.start[mine], gpu.stretches.end[mine]
     alone = Cover(start, end)
     copies = _copies(joined, gpu, alone)
     rows, by_direction = copies.rows, copies.by_direction
-    late = int(gpu.stretches.ns[mine & (gpu.stretches.caller != NOBODY)].sum())
-    slow = int(gpu.stretches.ns[mine & (gpu.stretches.line == Line.BELOW_LINK_RATE)].sum())
+    late = gpu.stretches.sum_ns(mine & (gpu.stretches.caller != NOBODY))
+    slow = gpu.stretches.sum_ns(mine & (gpu.stretches.line == Line.BELOW_LINK_RATE))
     evidence = [
         Evidence(
             f"only copies ran for {ms(lost)}, {share(lost, gpu.window_ns)} of the serving window: "
@@ -154,7 +155,7 @@ class _Activity(NamedTuple):
 
 def _seen(joined: JoinedRecording, gpu: GpuAccount) -> _Activity:
     table = joined.recording.executions if joined.recording.has_executions else joined.recording.spans
-    mine = np.isin(table["process"], np.array(gpu.processes))
+    mine = among(table["process"], gpu.processes)
     rows = slice(None) if mine.all() else mine
     return _Activity(*(table[name][rows] for name in ("engine", "direction", "start_ns", "end_ns")))
 
@@ -175,7 +176,7 @@ class _Alone(NamedTuple):
 
 def _copies(joined: JoinedRecording, gpu: GpuAccount, alone: Cover) -> _Alone:
     table = joined.recording.executions
-    rows = np.flatnonzero((table["engine"] == Engine.COPY) & np.isin(table["process"], np.array(gpu.processes)))
+    rows = np.flatnonzero((table["engine"] == Engine.COPY) & among(table["process"], gpu.processes))
     rows = rows[alone.within(joined.x_start[rows], joined.x_end[rows]) > 0]
     names = {Direction.H2D: LOADS, Direction.D2H: STORES, Direction.D2D: "copies inside the GPU"}
     spent = []
@@ -189,7 +190,7 @@ def _copies(joined: JoinedRecording, gpu: GpuAccount, alone: Cover) -> _Alone:
     if not len(joined.start):
         return _Alone(rows, nothing, nothing, spent)
     call = joined.x_call[rows]
-    kernels = np.flatnonzero((table["engine"] == Engine.KERNEL) & np.isin(table["process"], np.array(gpu.processes)))
+    kernels = np.flatnonzero((table["engine"] == Engine.KERNEL) & among(table["process"], gpu.processes))
     computing = Cover(joined.x_start[kernels], joined.x_end[kernels])
     asked, begins = joined.start[np.maximum(call, 0)], joined.x_start[rows]
     held = (call >= 0) & (computing.within(asked, np.maximum(begins, asked)) >= np.maximum(joined.x_dur[rows], 1))

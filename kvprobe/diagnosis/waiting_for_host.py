@@ -35,6 +35,7 @@ from kvprobe.diagnosis.finding import MEASURED, Change, Evidence, Finding, Loss,
 from kvprobe.diagnosis.host_functions import HELD, IN_FUNCTIONS, OUT_OF_STREAM, functions_of
 from kvprobe.diagnosis.joined import CRITICAL, JoinedRecording, ms, of_the_time, share
 from kvprobe.diagnosis.left import most_left
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import Array
 
@@ -115,7 +116,7 @@ def _between_requests(joined: JoinedRecording) -> Finding | None:
     if gpu is None or gpu.open_ns < CRITICAL * gpu.window_ns:
         return None
     cut = gpu.stretches
-    mine = np.isin(cut.detail, OPEN)
+    mine = among(cut.detail, OPEN)
     ns = cut.ns[mine]
     unknown = gpu.unknown_ns()
     why = max(OPEN, key=lambda one: unknown.get(one, 0))
@@ -151,10 +152,10 @@ def _left(joined: JoinedRecording) -> Finding | None:
     if gpu is None:
         return None
     cut = gpu.stretches
-    lost = int(cut.ns[mine].sum())
+    lost = cut.sum_ns(mine)
     held = mine & gpu.held_by_functions
-    parts = [_Part(int(cut.ns[one].sum()), line, one) for line in HOST for one in [mine & ~held & (cut.line == line)]]
-    parts = sorted([_Part(int(cut.ns[held].sum()), None, held), *parts], key=lambda part: -part.ns)
+    parts = [_Part(cut.sum_ns(one), line, one) for line in HOST for one in [mine & ~held & (cut.line == line)]]
+    parts = sorted([_Part(cut.sum_ns(held), None, held), *parts], key=lambda part: -part.ns)
     parts = [part for part in parts if part.ns]
     first = parts[0]
     evidence = [
@@ -169,7 +170,7 @@ def _left(joined: JoinedRecording) -> Finding | None:
     ]
     functions = functions_of(joined, gpu, held)
     evidence[1:1] = functions.evidence
-    evidence += _who_worked(joined, gpu, mine & ~held & np.isin(cut.line, (Line.PYTHON, Line.ELSEWHERE)))
+    evidence += _who_worked(joined, gpu, mine & ~held & among(cut.line, (Line.PYTHON, Line.ELSEWHERE)))
     start, end = cut.start[mine], cut.end[mine]
     loss = Loss(
         lost,
@@ -195,7 +196,7 @@ def _saved(gpu: GpuAccount, part: _Part) -> int:
     if part.line not in BESIDE:
         return part.ns
     cut = gpu.stretches
-    works = np.isin(cut.line, np.array((Line.COMPUTING, *COPIES), dtype=np.uint8)) | (cut.detail == Unknown.GRAPH)
+    works = among(cut.line, (Line.COMPUTING, *COPIES)) | (cut.detail == Unknown.GRAPH)
     here = part.mine
     return hidden_beside_work(Cover(cut.start[works], cut.end[works]), cut.start[here], cut.end[here], cut.ns[here])
 
@@ -227,7 +228,7 @@ def _threads(joined: JoinedRecording, gpu: GpuAccount, mine: Array) -> tuple[Whe
     cut = gpu.stretches
     out = []
     for one in joined.account.threads:
-        ns = int(cut.ns[mine & (cut.caller == one.caller)].sum())
+        ns = cut.sum_ns(mine & (cut.caller == one.caller))
         if ns:
             out.append(
                 Where(pid=one.pid, thread=one.thread, lost_ns=ns, calls=int((cut.caller[mine] == one.caller).sum()))

@@ -8,17 +8,17 @@ import numpy as np
 import numpy.typing as npt
 
 from kvprobe.errors import plain
+from kvprobe.recordings.intervals import distinct
 from kvprobe.recordings.model import Array, Recording, Table
 from kvprobe.recordings.vocabulary import as_text
 
 __all__ = [
     "GrowingColumn",
+    "among",
     "bounded",
     "codes",
     "constant",
     "correlation_keys",
-    "distinct",
-    "is_kind",
     "join",
     "match",
     "narrowed",
@@ -30,6 +30,7 @@ __all__ = [
     "stream_rows",
 ]
 
+_FEW = 16  # values that are looked for one by one
 _CORRELATION_LIMIT = 1 << 40  # ids are 32 bit; anything above comes from a damaged file and joins with nothing
 
 
@@ -142,7 +143,9 @@ def codes(column: Array) -> tuple[Array, Array]:
     low, high = int(column.min()), int(column.max())
     if high - low < 1 << 20:
         shifted = column - low if low else column
-        used = np.flatnonzero(np.bincount(shifted))
+        used = distinct(shifted)
+        if len(used) > high - low:
+            return (used + low).astype(column.dtype), shifted.astype(np.int32, copy=False)
         places = np.zeros(high - low + 1, dtype=np.int32)
         places[used] = np.arange(len(used))
         return (used + low).astype(column.dtype), places[shifted]
@@ -157,8 +160,8 @@ def codes(column: Array) -> tuple[Array, Array]:
 def pairs(first: Array, second: Array) -> tuple[list[tuple[int, int]], Array]:
     """The different pairs of two columns of integers, ascending, and each row's place among them, (rows,) integers."""
     (a, a_at), (b, b_at) = codes(first), codes(second)
-    if len(a) <= 1 and len(b) <= 1:
-        return list(zip(a.tolist(), b.tolist(), strict=True)), a_at
+    if len(a) <= 1:
+        return [(int(one), int(other)) for one in a.tolist() for other in b.tolist()], b_at
     used, place = codes(a_at.astype(np.int64) * len(b) + b_at)
     return [(int(a[key // len(b)]), int(b[key % len(b)])) for key in used.tolist()], place
 
@@ -183,16 +186,15 @@ def constant(column: Array) -> bool:
 # numpy.unique, isin and percentile load numpy.ma when first used, 10 to 25 ms: a third of what a small trace takes.
 
 
-def distinct(ids: Array) -> list[int]:
-    """The different values among small non-negative integers (name indexes, codes), ascending."""
-    return [int(value) for value in np.flatnonzero(np.bincount(ids))]
-
-
-def is_kind(kinds: Array, wanted: Iterable[int]) -> Array:
-    """Which of these uint8 codes are among the wanted ones, (rows,) bool."""
-    table = np.zeros(256, dtype=bool)
-    table[list(wanted)] = True
-    return table[kinds]
+def among(values: Array, wanted: Iterable[int]) -> Array:
+    """Which of these integers are among the wanted ones, (rows,) bool: of few, a comparison for each costs least."""
+    ones = [int(one) for one in wanted]
+    if len(ones) > _FEW:
+        return np.isin(values, ones)
+    mask = np.zeros(len(values), dtype=bool)
+    for one in ones:
+        mask |= values == one
+    return mask
 
 
 def join(parts: list[Array]) -> Array:
@@ -261,19 +263,20 @@ def stream_rows(process: Array, device: Array, handle: Array) -> tuple[Array, di
     Returns:
         The row of each input, (rows,) int32, -1 where the handle is below 0; and the columns of `streams`.
     """
-    rows = np.full(len(handle), -1, dtype=np.int32)
-    known = np.flatnonzero(handle >= 0)
-    if not len(known):
-        return rows, {
+    known: Array | slice = handle >= 0
+    if np.asarray(known).all():
+        known = slice(None)
+    columns = [column[known] for column in (process, device, handle)]
+    if not len(columns[0]):
+        return np.full(len(handle), -1, dtype=np.int32), {
             "process": np.zeros(0, np.int32),
             "device": np.zeros(0, np.int32),
             "handle": np.zeros(0, np.int64),
         }
-    every = len(known) == len(handle)
-    columns = [column if every else column[known] for column in (process, device, handle)]
     (p, p_at), (d, d_at), (h, h_at) = (codes(column) for column in columns)
     key = (p_at.astype(np.int64) * len(d) + d_at) * len(h) + h_at if len(p) * len(d) > 1 else h_at
     used, place = codes(key)
+    rows = np.full(len(handle), -1, dtype=np.int32)
     rows[known] = place
     return rows, {
         "process": p[used // (len(d) * len(h))].astype(np.int32),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvprobe.launchqueue.constants import PAUSE_NS
-from kvprobe.recordings.assemble import is_kind, pairs, positions
+from kvprobe.recordings.assemble import among, pairs, positions
 from kvprobe.recordings.link_rate import link_rate
 from kvprobe.recordings.model import Array, CallKind, Direction, Memory, Recording
 from kvprobe.recordings.serving import ServingWindow
@@ -76,7 +76,7 @@ class StreamCopies:
 def has_addresses(recording: Recording) -> bool:
     """Whether the recorder told where copies go from and to; True where there is no copy."""
     calls = recording.calls
-    copies = is_kind(calls["kind"], (CallKind.COPY, CallKind.BATCH)) & (calls["bytes"] > 0)
+    copies = among(calls["kind"], (CallKind.COPY, CallKind.BATCH)) & (calls["bytes"] > 0)
     return not bool(copies.any()) or (not _unfilled(calls["src"]) and bool(calls["src"][copies].any()))
 
 
@@ -93,7 +93,7 @@ def neighbours(recording: Recording) -> Neighbours:
     src, dst, size, stream = calls["src"], calls["dst"], calls["bytes"], calls["stream"]
     if not calls.rows or _unfilled(src):
         return out
-    copies = is_kind(calls["kind"], (CallKind.COPY,)) & (src != 0) & (dst != 0) & (size > 0) & (stream >= 0)
+    copies = among(calls["kind"], (CallKind.COPY,)) & (src != 0) & (dst != 0) & (size > 0) & (stream >= 0)
     if not copies.any():
         return out
     copies &= (calls["result"] == 0) & (calls["count"] <= 1)
@@ -132,7 +132,7 @@ def _waited(recording: Recording, earlier: Array, later: Array) -> Array:
     """Mask over pairs of calls of one thread: in between it waited for the device."""
     calls = recording.calls
     mask = np.zeros(len(earlier), dtype=bool)
-    waits = np.flatnonzero(is_kind(calls["kind"], (CallKind.SYNC, CallKind.COPY_SYNC)))
+    waits = np.flatnonzero(among(calls["kind"], (CallKind.SYNC, CallKind.COPY_SYNC)))
     if not len(waits) or not len(earlier):
         return mask
     both = np.concatenate((waits, earlier))
@@ -168,7 +168,7 @@ def _sizes(each: Array) -> tuple[int, int, int, int]:
 def copies_by_stream(recording: Recording, window: ServingWindow | None = None) -> list[StreamCopies]:
     """Copies by stream and direction, most host time first: those in a window, else all; pageable ones among them."""
     calls = recording.calls
-    mask = is_kind(calls["kind"], (CallKind.COPY, CallKind.BATCH)) & (calls["bytes"] > 0)
+    mask = among(calls["kind"], (CallKind.COPY, CallKind.BATCH)) & (calls["bytes"] > 0)
     rows = np.flatnonzero(mask)
     if window is not None:
         rows = rows[window.holds(calls["process"][rows], calls["start_ns"][rows])]

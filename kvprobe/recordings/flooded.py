@@ -25,8 +25,9 @@ from kvprobe.launchqueue.constants import (
 )
 from kvprobe.launchqueue.evidence import Flood
 from kvprobe.launchqueue.judge import conclude
-from kvprobe.recordings.assemble import distinct, quantile
+from kvprobe.recordings.assemble import quantile
 from kvprobe.recordings.buckets import bucket_floor_ns
+from kvprobe.recordings.intervals import distinct
 from kvprobe.recordings.model import Array, Recording
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def flooded(recording: Recording, queue: StreamOccupancy, given: QueueCalls, hel
 def _quick_base(recording: Recording, queue: StreamOccupancy, given: QueueCalls, names: Array) -> Array:
     """What each call costs where the queue has a slot, ns: no more than what the quickest of its name cost."""
     base = np.zeros(len(names))
-    for name in distinct(names):
+    for name in distinct(names).tolist():
         mine = names == name
         quickest = _quickest_ns(recording, queue, name, given.duration[mine & given.judged])
         base[mine] = min(queue.baseline_ns[name], quickest)
@@ -278,7 +279,7 @@ def _no_cpu(recording: Recording, queue: StreamOccupancy, begin: int, end: int) 
     """
     waits, calls = recording.cpu_waits, recording.calls
     waited = 0.0
-    for thread in distinct(calls["thread"][queue.calls]):
+    for thread in distinct(calls["thread"][queue.calls]).tolist():
         mine = (waits["process"] == calls["process"][queue.calls[0]]) & (waits["thread"] == thread)
         if not mine.any():
             continue

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.recordings.assemble import is_kind, pairs
+from kvprobe.recordings.assemble import among, pairs
 from kvprobe.recordings.model import Array, CallKind, Recording
 
 __all__ = ["first_of_threads", "held_lock"]
@@ -31,7 +31,7 @@ def held_lock(recording: Recording, rows: Array, long: Array, slow: Array) -> Ar
     """
     calls = recording.calls
     mask = np.zeros(len(rows), dtype=bool)
-    wants = is_kind(calls["kind"], (CallKind.CREATE, CallKind.ALLOC, CallKind.FREE))
+    wants = among(calls["kind"], (CallKind.CREATE, CallKind.ALLOC, CallKind.FREE))
     waiters = np.flatnonzero(wants & (calls["end_ns"] - calls["start_ns"] > 2 * AT_ONCE_NS))
     if not len(waiters):
         return mask

@@ -32,10 +32,11 @@ from kvprobe.launchqueue.constants import (
 )
 from kvprobe.launchqueue.evidence import DepthStep, HeldAt, InBurst, NumberedLaunches, OtherSlowCalls, Pinned
 from kvprobe.launchqueue.judge import conclude
-from kvprobe.recordings.assemble import distinct, quantile
+from kvprobe.recordings.assemble import quantile
 from kvprobe.recordings.buckets import bucket_floor_ns
 from kvprobe.recordings.flooded import QueueCalls, flooded
 from kvprobe.recordings.held_locks import first_of_threads, held_lock
+from kvprobe.recordings.intervals import distinct
 from kvprobe.recordings.marked_depth import MarkedDepth, depth_by_marks, held_at, pinned
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory, Recording, Table
 from kvprobe.recordings.numbered import (
@@ -255,7 +256,7 @@ def _queue_calls(recording: Recording, queue: StreamOccupancy) -> QueueCalls:
     start, end = calls["start_ns"][rows], calls["end_ns"][rows]
     duration = end - start
     base = np.zeros(len(rows))
-    for name in distinct(calls["name"][rows]):
+    for name in distinct(calls["name"][rows]).tolist():
         mine = calls["name"][rows] == name
         queue.baseline_ns[name] = _quick_ns(recording, queue, name, duration[mine])
         base[mine] = queue.baseline_ns[name]

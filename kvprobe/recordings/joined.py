@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvprobe.recordings.assemble import codes
+from kvprobe.recordings.assemble import among, codes
 from kvprobe.recordings.intervals import Cover, distinct, running_max_by_group
 from kvprobe.recordings.link_rate import link_rate
 from kvprobe.recordings.links import links_of
@@ -45,7 +45,7 @@ class Joined:
         self.kind, self.name, self.count = calls["kind"], calls["name"], calls["count"]
         self.src, self.dst = calls["src"], calls["dst"]
         self.transfer = calls["transfer"]
-        self.submits = np.isin(self.kind, np.array(SUBMITTING, dtype=np.uint8))
+        self.submits = among(self.kind, SUBMITTING)
         threads, place = codes(self.thread)
         self.caller = self.process.astype(np.int32) * max(len(threads), 1) + place
         self.x_start, self.x_end = executions["start_ns"], executions["end_ns"]
@@ -100,6 +100,12 @@ class Joined:
                 reach = running_max_by_group(end, caller)
                 out[order[1:]] = (caller[1:] == caller[:-1]) & (start[1:] < reach[:-1])
         return out
+
+    @cached_property
+    def own_time(self) -> Array:
+        """Rows of the calls that are nested in no other, sorted by caller, then start."""
+        order = self.by_caller
+        return order[~self.nested[order]] if self.nested.any() else order
 
     @cached_property
     def tier_uses(self) -> TierUses:

@@ -18,7 +18,8 @@ import numpy as np
 
 from kvprobe.errors import RecordingError
 from kvprobe.recordings import vocabulary as words
-from kvprobe.recordings.assemble import distinct, is_kind, join, sorted_table, stream_rows
+from kvprobe.recordings.assemble import among, join, sorted_table, stream_rows
+from kvprobe.recordings.intervals import distinct
 from kvprobe.recordings.kineto_scan import META, Scanner, scanner
 from kvprobe.recordings.links import link
 from kvprobe.recordings.model import Array, CallKind, Engine, Recording, Source, Table
@@ -90,7 +91,7 @@ class _Reader:
         start = rows["start_ns"]
         end = start + rows["dur_ns"]
         codes = rows["category"]
-        for code in distinct(codes):
+        for code in distinct(codes).tolist():
             at = np.flatnonzero(codes == code)
             mine = rows[at]
             if code == META:
@@ -156,7 +157,7 @@ class _Reader:
             kinds = np.array([words.call_kind(name) for name in self.names.list], dtype=np.uint8)
             directions = np.array([words.call_direction(name) for name in self.names.list], dtype=np.uint8)
             calls["kind"], calls["direction"] = kinds[calls["name"]], directions[calls["name"]]
-            calls["count"] = is_kind(calls["kind"], (CallKind.COPY, CallKind.COPY_SYNC)).astype(np.int32)
+            calls["count"] = among(calls["kind"], (CallKind.COPY, CallKind.COPY_SYNC)).astype(np.int32)
         streams = self._streams(executions) if executions else {}
         for columns in (calls, executions, ranges, labels):
             if columns:

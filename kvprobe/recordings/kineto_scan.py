@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from kvprobe.recordings.assemble import distinct
+from kvprobe.recordings.intervals import distinct
 from kvprobe.recordings.model import Array
 from kvprobe.recordings.trace_library import ROW_BYTES, native_library, text_at
 from kvprobe.recordings.trace_text import FULL, MEMORY
@@ -97,7 +97,7 @@ class Scanner:
             known = self._maps[id(index)] = grown
         out = known[numbers]
         if (out < 0).any():
-            for number in distinct(numbers[out < 0]):
+            for number in distinct(numbers[out < 0]).tolist():
                 known[number] = index[self.text(number)]
             out = known[numbers]
         return out

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvprobe.recordings.assemble import is_kind, match, spans
+from kvprobe.recordings.assemble import among, match, spans
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Engine, Recording, Table
 
 __all__ = ["Links", "link", "links_of"]
@@ -61,7 +61,7 @@ def links_of(recording: Recording) -> Links:
 def _submissions_first(recording: Recording, one: Array, call: Array) -> tuple[Array, Array]:
     """The match again where ids repeat: of the calls that share one, a submission owns what was executed."""
     calls, executions = recording.calls, recording.executions
-    rows = np.flatnonzero(is_kind(calls["kind"], SUBMITTING) & (one >= 0))
+    rows = np.flatnonzero(among(calls["kind"], SUBMITTING) & (one >= 0))
     if not len(rows):
         return one, call
     mine, theirs = match(
@@ -87,19 +87,17 @@ def link(recording: Recording) -> None:
     if not len(theirs):
         return
     owner = links.call[theirs]
-    linked = np.flatnonzero(links.first >= 0)
-    at = links.first[linked]
-    single = len(linked) == len(theirs)
+    linked = links.first >= 0
+    at = links.first  # of those that are not linked, any
+    single = int(np.count_nonzero(linked)) == len(theirs)
     columns = dict(calls.columns)
 
     def fill(name: str, values: Array) -> None:
-        column = np.array(columns[name])
+        known = linked
         if name in ("direction", "memory"):  # the call's own name may know better
-            keep = values != 0
-            column[linked[keep]] = values[keep]
-        else:
-            column[linked] = values
-        columns[name] = column
+            known = linked & (values != 0)
+        column = columns[name]
+        columns[name] = np.where(known, values, column).astype(column.dtype, copy=False)
 
     for name in ("stream", "direction", "memory"):
         fill(name, executions[name][at])

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvprobe.errors import RecordingError
 from kvprobe.recordings import vocabulary as words
-from kvprobe.recordings.assemble import GrowingColumn, codes, join, match, narrowed, sorted_table, stream_rows
+from kvprobe.recordings.assemble import GrowingColumn, among, codes, join, match, narrowed, sorted_table, stream_rows
 from kvprobe.recordings.links import link
 from kvprobe.recordings.model import Array, CallKind, Engine, Label, RangeStyle, Recording, Source, Table
 from kvprobe.recordings.trace_library import native_library
@@ -363,8 +363,11 @@ class _Builder:
 
     def process_rows(self, global_id: Array) -> Array:
         """Rows of `processes` for global process or thread ids; new processes are added."""
+        return self._rows_of(*codes(np.asarray(global_id, dtype=np.int64)))
+
+    def _rows_of(self, values: Array, place: Array) -> Array:
+        """The same of ids by their codes."""
         # The bits above the pid tell virtual machines apart and are part of a process's identity.
-        values, place = codes(np.asarray(global_id, dtype=np.int64))
         ids = values >> _PID_SHIFT
         fresh = np.setdiff1d(ids, self.pids)
         if len(fresh):
@@ -421,11 +424,11 @@ class _Builder:
         directions = np.array([words.call_direction(text) for text in texts], dtype=np.uint8)
         indexes = self.names.map([words.nsys_name(text) for text in texts])
         kind = kinds[inverse] if len(kinds) else np.zeros(0, np.uint8)
-        threads, at = codes(raw["globalTid"])
+        threads, at = codes(raw.pop("globalTid"))
         columns = {
             "start_ns": raw.pop("start"),
             "end_ns": raw.pop("end"),
-            "process": self.process_rows(raw.pop("globalTid")),
+            "process": self._rows_of(threads, at),
             "thread": (threads & _ID_MASK)[at],
             "name": indexes[inverse] if len(kinds) else np.zeros(0, np.int32),
             "kind": kind,
@@ -444,7 +447,7 @@ class _Builder:
         calls, streams = recording.calls, recording.streams
         if not calls.rows or not streams.rows:
             return
-        told = np.flatnonzero(np.isin(calls["kind"], np.array([CallKind.SYNC, CallKind.EVENT], dtype=np.uint8)))
+        told = np.flatnonzero(among(calls["kind"], [CallKind.SYNC, CallKind.EVENT]))
         stream = event = None
         idle: list[tuple[int, int, int]] = []  # process, device, handle
         pairs = set(zip(streams["process"].tolist(), streams["device"].tolist(), strict=True))
@@ -492,30 +495,34 @@ class _Builder:
             rows = len(raw["start"])
             if not rows:
                 continue
+            nothing, unknown = (np.broadcast_to(np.int64(value), (rows,)) for value in (0, -1))
+            graph, graph_id = (raw.get(name, unknown) for name in ("graphNodeId", "graphId"))
+            if "graphNodeId" not in raw:
+                graph = graph_id
             part: Columns = {
                 "start_ns": raw["start"],
                 "end_ns": raw["end"],
                 "process": self.process_rows(raw["globalPid"]),
-                "device": raw["deviceId"].astype(np.int32),
+                "device": _each(lambda ids: ids.astype(np.int32), raw["deviceId"]),
                 "handle": raw["streamId"],
-                "engine": np.full(rows, engine, np.uint8),
+                "engine": np.broadcast_to(np.uint8(engine), (rows,)),
                 "correlation": raw["correlationId"],
-                "bytes": raw.get("bytes", np.broadcast_to(np.int64(0), (rows,))),
-                "count": raw.get("copyCount", np.broadcast_to(np.int64(0), (rows,))).astype(np.int32),
-                "direction": np.zeros(rows, np.uint8),
-                "memory": np.zeros(rows, np.uint8),
+                "bytes": raw.get("bytes", nothing),
+                "count": _each(lambda many: many.astype(np.int32), raw.get("copyCount", nothing)),
+                "direction": nothing.astype(np.uint8),
+                "memory": nothing.astype(np.uint8),
+                "graph": _each(lambda ids: np.where(ids == 0, -1, ids), graph),
             }
-            graph = raw.get("graphNodeId", raw.get("graphId"))
-            part["graph"] = np.where(graph == 0, -1, graph) if graph is not None else np.full(rows, -1, np.int64)
             if engine == Engine.KERNEL:
-                graph_id = raw["graphId"]
-                part["graph"] = np.where((part["graph"] < 0) & (graph_id > 0), graph_id, part["graph"])
+                part["graph"] = _each(
+                    lambda node, ids: np.asarray(np.where((node < 0) & (ids > 0), ids, node)), part["graph"], graph_id
+                )
                 short, full = raw["shortName"], raw["demangledName"]
-                part["name"] = self.text_rows(np.where(full >= 0, full, short))[0]
+                part["name"] = self.text_rows(full if (full >= 0).all() else np.where(full >= 0, full, short))[0]
             elif engine == Engine.COPY:
                 kind = np.clip(raw["copyKind"], 0, len(_DIRECTIONS) - 1)
                 part["direction"] = _DIRECTIONS[kind]
-                host = np.where(np.isin(kind, (1, 3, 9, 11)), raw["srcKind"], raw["dstKind"])
+                host = np.where(among(kind, (1, 3, 9, 11)), raw["srcKind"], raw["dstKind"])
                 part["memory"] = _MEMORY[np.clip(host, 0, len(_MEMORY) - 1)]
                 part["name"] = self._copy_names()[kind]
             elif engine == Engine.MEMSET:
@@ -750,6 +757,14 @@ class _Builder:
         return facts, dict.fromkeys(facts, "Nsight Systems export")
 
 
+def _each(make: Callable[..., Array], *columns: Array) -> Array:
+    """What `make` says of columns, row by row; of one row alone, where each of them stores one value for all."""
+    if all(column.strides == (0,) for column in columns):
+        return np.broadcast_to(make(*(column[:1] for column in columns))[0], (len(columns[0]),))
+    return make(*columns)
+
+
 def _span(table: Table, process: int) -> list[int]:
-    rows = np.flatnonzero(table["process"] == process)
-    return [int(table["start_ns"][rows].min()), int(table["end_ns"][rows].max())] if len(rows) else []
+    mine = table["process"] == process
+    rows = slice(None) if mine.all() else mine
+    return [int(table["start_ns"][rows].min()), int(table["end_ns"][rows].max())] if mine.any() else []

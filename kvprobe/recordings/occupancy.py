@@ -19,8 +19,9 @@ import numpy as np
 from kvprobe.launchqueue.constants import ALIGNED_NS, BAND_SHARE, LEAST_BAND, LEAST_DEPTH, SHALLOW_SHARE
 from kvprobe.launchqueue.evidence import Labels, Plateau
 from kvprobe.launchqueue.judge import NOT_ASKED, STATES, conclude, overall
-from kvprobe.recordings.assemble import correlation_keys, distinct, is_kind, pairs, quantile
+from kvprobe.recordings.assemble import among, correlation_keys, pairs, quantile
 from kvprobe.recordings.inferred import infer
+from kvprobe.recordings.intervals import distinct
 from kvprobe.recordings.links import links_of
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory, Recording
 from kvprobe.recordings.numbered import event_records
@@ -188,7 +189,7 @@ def _weight(queue: StreamOccupancy) -> tuple[int, int]:
 def _queues(recording: Recording, by_channel: bool) -> Iterator[tuple[StreamOccupancy, StreamOccupancy | None]]:
     """Each queue by its submissions, and by its records of events as well where these are worth counting."""
     calls, streams = recording.calls, recording.streams
-    rows = np.flatnonzero(is_kind(calls["kind"], SUBMITTING)).astype(np.int32)  # kept as long as the recording
+    rows = np.flatnonzero(among(calls["kind"], SUBMITTING)).astype(np.int32)  # kept as long as the recording
     if not len(rows):
         return
     start = calls["start_ns"][rows]
@@ -394,7 +395,7 @@ def _infer(recording: Recording, queue: StreamOccupancy, duration: Array) -> Non
     judged = (calls["memory"][rows] != Memory.PAGEABLE) & (calls["kind"][rows] != CallKind.GRAPH)
     shallow = judged & (depth < SHALLOW_SHARE * deepest) if deepest >= LEAST_DEPTH else judged
     floor: dict[int, float] = {}
-    for name in distinct(names):
+    for name in distinct(names).tolist():
         mine = names == name
         sample = duration[mine & shallow]
         if len(sample) < 20:  # full from the start: the cheapest calls stand for the shallow ones
@@ -417,7 +418,7 @@ def _infer(recording: Recording, queue: StreamOccupancy, duration: Array) -> Non
     excess = duration - limit
     np.maximum(excess, 0.0, out=excess)
     slow = np.zeros(len(rows), dtype=bool)
-    for name in distinct(names[at_top]):
+    for name in distinct(names[at_top]).tolist():
         mine = names == name
         top, below = mine & at_top, mine & shallow
         typical = float(excess[below].mean()) if below.sum() >= 20 else 0.1 * queue.baseline_ns[name]
@@ -519,7 +520,7 @@ def _labelled(recording: Recording) -> Array:
     order = np.argsort(call_keys, kind="stable")
     at = np.minimum(np.searchsorted(call_keys[order], keys), len(order) - 1)
     rows = np.where((keys >= 0) & (call_keys[order[at]] == keys), order[at], -1)
-    submitting = np.flatnonzero(is_kind(calls["kind"], SUBMITTING))
+    submitting = np.flatnonzero(among(calls["kind"], SUBMITTING))
     starts, ends = calls["start_ns"][submitting], calls["end_ns"][submitting]
     for i in np.flatnonzero(rows < 0).tolist():
         begin, end = int(labels["start_ns"][full[i]]), int(labels["end_ns"][full[i]])
@@ -561,17 +562,19 @@ def depth_series(recording: Recording, queue: StreamOccupancy) -> tuple[Array, A
     after = queue.depth + np.int32(1)
     if not len(ends):
         return start, after
-    last = np.searchsorted(start, ends, "left") - 1
+    # Where each comes in the merged order; an end at the time of a call is counted before it, as by the call's depth.
     ended = np.searchsorted(ends, start, "right")
+    at = ended + np.arange(len(start))
+    is_end = np.ones(len(start) + len(ends), dtype=bool)
+    is_end[at] = False
+    behind = np.flatnonzero(is_end)
     gone = np.arange(1, len(ends) + 1)
+    last = behind - gone  # the call before each end
     level = np.where(last >= 0, after[last] - (gone - ended[last]), queue.before - gone).astype(np.int32)
     np.maximum(level, 0, out=level)
-    # Where each comes in the merged order; an end at the time of a call is counted before it, as by the call's depth.
-    times, out = np.empty(len(start) + len(ends), np.int64), np.empty(len(start) + len(ends), np.int32)
-    at = ended + np.arange(len(start))
+    times, out = np.empty(len(is_end), np.int64), np.empty(len(is_end), np.int32)
     times[at], out[at] = start, after
-    gone += last
-    times[gone], out[gone] = ends, level
+    times[behind], out[behind] = ends, level
     return times, out
 
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvprobe.durations import time_text
 from kvprobe.errors import UsageError
-from kvprobe.recordings.assemble import is_kind
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import distinct
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Direction, Engine, Label, Recording, Table
 
@@ -94,7 +94,7 @@ def recorded_span(recording: Recording) -> tuple[int, int]:
 def setting_up(recording: Recording) -> Array:
     """Mask over calls: they make contexts, streams and events, load modules, allocate, pin or free."""
     calls = recording.calls
-    mask = is_kind(calls["kind"], (CallKind.ALLOC, CallKind.FREE, CallKind.CREATE))
+    mask = among(calls["kind"], (CallKind.ALLOC, CallKind.FREE, CallKind.CREATE))
     loads = np.zeros(len(recording.names) + 1, dtype=bool)
     named = np.clip(calls["name"], 0, len(recording.names))
     for one in distinct(named).tolist():
@@ -168,7 +168,7 @@ def _found(recording: Recording, first: int, last: int, processes: int) -> Servi
     rows = np.flatnonzero(setting_up(recording))
     rows = rows[calls["end_ns"][rows] - calls["start_ns"][rows] >= LEAST_NS]
     needed = len(rows) or recording.lost or recording.has_executions
-    submits = is_kind(calls["kind"], SUBMITTING) if needed else np.zeros(0, dtype=bool)
+    submits = among(calls["kind"], SUBMITTING) if needed else np.zeros(0, dtype=bool)
     work = submits & ~_own_work(recording) if len(rows) else submits
     for process in np.unique(calls["process"][rows]).tolist():
         mine = rows[calls["process"][rows] == process]
@@ -311,7 +311,7 @@ def _that_lost(recording: Recording, process: int, threads: Array) -> list[int]:
     """Threads of which the totals know more submissions than were kept, or may; `threads`: of each submission kept."""
     kept = dict(zip(*(found.tolist() for found in np.unique(threads, return_counts=True)), strict=True))
     totals = recording.totals
-    made = totals.where((totals["process"] == process) & is_kind(totals["kind"], SUBMITTING))
+    made = totals.where((totals["process"] == process) & among(totals["kind"], SUBMITTING))
     if not made.rows:
         return list(kept)
     counted = {thread: int(made["calls"][made["thread"] == thread].sum()) for thread in kept}

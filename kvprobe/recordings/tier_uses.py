@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvprobe.recordings.assemble import is_kind
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.model import Array, CallKind, Direction, Recording
 
 __all__ = ["TierUses", "place_text", "tier_uses"]
@@ -99,7 +99,7 @@ def _operations(recording: Recording, mask: Array, at: str = "start_ns") -> _Mem
 def _copies(recording: Recording, *, loads: bool) -> _Memory:
     calls = recording.calls
     host = calls["src" if loads else "dst"]
-    mine = is_kind(calls["kind"], (CallKind.COPY, CallKind.COPY_SYNC, CallKind.BATCH)) & (host != 0)
+    mine = among(calls["kind"], (CallKind.COPY, CallKind.COPY_SYNC, CallKind.BATCH)) & (host != 0)
     mine &= calls["direction"] == (Direction.H2D if loads else Direction.D2H)
     rows = np.flatnonzero(mine & (calls["bytes"] > 0))
     size = calls["bytes"][rows] // np.maximum(calls["count"][rows], 1)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvprobe.diagnosis.finding import SEVERITIES
 from kvprobe.output.recorded import CallChangeJson, FindingChangeJson
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.model import SUBMITTING, CallKind, Recording
 from kvprobe.reporting.charts import quantiles
 from kvprobe.reporting.units import TIMES_SIGN
@@ -163,7 +164,7 @@ def submission_cost(before: Recording, after: Recording, spans_ns: tuple[int, in
 def _submitters(recording: Recording) -> int:
     """How many threads submit."""
     calls = recording.calls
-    rows = np.isin(calls["kind"], np.array(SUBMITTING, dtype=np.uint8))
+    rows = among(calls["kind"], SUBMITTING)
     return len(np.unique(np.stack([calls["process"][rows], calls["thread"][rows]]), axis=1).T)
 
 
@@ -181,7 +182,7 @@ def compare_calls(before: Recording, after: Recording, seed: int = 0) -> list[Ca
 
 def _durations(recording: Recording, kinds: Sequence[CallKind]) -> dict[str, Array]:
     calls = recording.calls
-    rows = np.flatnonzero(np.isin(calls["kind"], np.array(kinds, dtype=np.uint8)))
+    rows = np.flatnonzero(among(calls["kind"], kinds))
     name = calls["name"][rows]
     spent = np.maximum(calls["end_ns"][rows] - calls["start_ns"][rows], 1)
     return {recording.text(one): spent[name == one] for one in np.unique(name).tolist()}

@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvprobe.account import COPIES, LINE_TITLES, Account, Line
-from kvprobe.recordings.assemble import pairs, positions
+from kvprobe.recordings.assemble import among, pairs, positions
 from kvprobe.recordings.model import Direction, Engine, RangeStyle, Recording
 from kvprobe.reporting.account import gpu_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
 __all__ = ["MEMORY", "STYLES", "WAIT", "WORK", "Lane", "copy_text", "engine_styles", "gpu_lanes", "range_lanes"]
 
@@ -49,7 +49,7 @@ class Lane:
         label: what it is called.
         start, end: ns.
         style: how each is drawn, an index into STYLES.
-        text: what each is called.
+        text: what each is called, by its place in the columns.
         thread: whose ranges these are, as (row of the process, thread); None for a GPU.
     """
 
@@ -57,7 +57,7 @@ class Lane:
     start: Array
     end: Array
     style: Array
-    text: Sequence[str]
+    text: Callable[[int], str]
     thread: tuple[int, int] | None = None
 
 
@@ -87,11 +87,14 @@ def gpu_lanes(account: Account | None) -> list[Lane]:
             continue
         style = np.full(len(cut.line), IDLE, dtype=np.uint8)
         style[cut.line == Line.COMPUTING] = KERNEL
-        style[np.isin(cut.line, np.array(COPIES, dtype=np.uint8))] = COPYING
-        of_line = {int(line): title for line, title in LINE_TITLES.items()}
-        titles = [of_line[line] for line in cut.line.tolist()]  # not Line(line): there may be a million
-        out.append(Lane(gpu_name(account, gpu), cut.start, cut.end, style, titles))
+        style[among(cut.line, COPIES)] = COPYING
+        out.append(Lane(gpu_name(account, gpu), cut.start, cut.end, style, _titles(cut.line)))
     return out
+
+
+def _titles(line: Array) -> Callable[[int], str]:
+    """What each stretch is called: there may be millions, of which few are asked for."""
+    return lambda row: LINE_TITLES[Line(int(line[row]))]
 
 
 def range_lanes(recording: Recording) -> list[Lane]:
@@ -110,7 +113,7 @@ def range_lanes(recording: Recording) -> list[Lane]:
             whose = f"thread {owner[1]}" if owner[1] >= 0 else "the process"
             label = f"ranges inside these, {whose}" if depth else f"steps and ranges of {whose}"
             start, end = table["start_ns"][level], table["end_ns"][level]
-            out.append(Lane(label, start, end, np.full(len(level), RANGE, dtype=np.uint8), names, owner))
+            out.append(Lane(label, start, end, np.full(len(level), RANGE, dtype=np.uint8), names.__getitem__, owner))
     return out
 
 

@@ -13,7 +13,7 @@ from kvprobe import requests, sizing
 from kvprobe.diagnosis import CAUSES, llama_cpp, offload_benefit
 from kvprobe.diagnosis.finding import ranked
 from kvprobe.diagnosis.startup import startup
-from kvprobe.recordings.assemble import is_kind
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Recording
 from kvprobe.recordings.occupancy import Occupancy, occupancy
 from kvprobe.recordings.serving import ServingWindow, serving_window
@@ -100,14 +100,14 @@ class Submissions:
 def submissions(recording: Recording) -> Submissions:
     """Picks the submitting calls."""
     calls = recording.calls
-    rows = np.flatnonzero(is_kind(calls["kind"], SUBMITTING)).astype(np.int32)  # kept as long as the page is made
+    rows = np.flatnonzero(among(calls["kind"], SUBMITTING)).astype(np.int32)  # kept as long as the page is made
     start = calls["start_ns"][rows] if len(rows) < calls.rows else calls["start_ns"]
     shown = (recording.calls, recording.executions, recording.transfers, recording.server_calls)
     tables = [one for one in shown if one.rows]
     low = min((int(one["start_ns"].min()) for one in tables), default=0)
     high = max((*(int(one["end_ns"].max()) for one in tables), low + bool(tables)))
     spent = np.maximum(calls["end_ns"][rows] - start, 0)
-    counted = np.isin(recording.totals["kind"], np.array(SUBMITTING, dtype=np.uint8))
+    counted = among(recording.totals["kind"], SUBMITTING)
     calls_made, host_ns = (
         int(recording.totals["calls"][counted].sum()),
         float(recording.totals["dur_ns"][counted].sum()),
@@ -273,7 +273,7 @@ def _marks(recording: Recording, span: tuple[float, float]) -> list[Mark]:
 
 
 def _groups(kind: Array) -> list[tuple[str, Array]]:
-    found = [(name, np.isin(kind, np.array(kinds, dtype=np.uint8))) for name, kinds in KINDS]
+    found = [(name, among(kind, kinds)) for name, kinds in KINDS]
     return [(name, mask) for name, mask in found if mask.any()]
 
 

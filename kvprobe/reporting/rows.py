@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvprobe.recordings.assemble import codes, distinct, is_kind, pairs, positions
-from kvprobe.recordings.intervals import in_time
+from kvprobe.recordings.assemble import among, codes, pairs, positions
+from kvprobe.recordings.intervals import distinct, in_time
 from kvprobe.recordings.model import SUBMITTING, CallKind, Engine, Recording, Table
 from kvprobe.reporting import streams
 from kvprobe.reporting.lanes import MEMORY, STYLES, WAIT, WORK, Lane, copy_text, engine_styles, gpu_lanes, range_lanes
@@ -51,7 +51,7 @@ class _Row:
     style: Array  # of what it did, an index into `lanes.STYLES`
     rows: Array  # the same, in `times`; of a lane of its own, in `text` as well
     thread: bool
-    text: Sequence[str] | None = None  # what each is called, of a lane of its own
+    text: Callable[[int], str] | None = None  # what each is called, of a lane of its own
     own: bool = False  # of kvprobe, not of the program
 
     @property
@@ -89,7 +89,7 @@ def rows_chart(
     edges = np.linspace(start, end, SLICES + 1)
     names: dict[str, int] = {}
     items, stacks, waits = _items(recording, shown, findings, start, names)
-    drawn = sorted({style for row in shown for style in distinct(row.style)})
+    drawn = sorted({style for row in shown for style in distinct(row.style).tolist()})
     spec = {
         "kind": "rows",
         "group": "time",
@@ -118,7 +118,8 @@ def rows_chart(
     words += f" and {_many(len(streams), 'stream')}" if streams else "; what streams executed was not recorded"
     words += f"; {' and '.join(more)} not shown" if more else ""
     listed = [_listed(row, found.span) for row in shown[len(gpus) :]]
-    program = [_listed(row, found.span) for row in (*threads, *streams) if not row.own] or listed
+    of_program = [not row.own for row in (*threads, *streams)]
+    program = [one for one, own in zip(listed[len(ranges) :], of_program, strict=True) if own] or listed
     busiest, _, work, share, *_ = max(program, key=lambda row: float(row[2][1]))
     columns = ["Row", "Calls or executions", "Busy", "Share of the recording", "Waits and allocations", "Longest"]
     kept = count_text(len(items["t"]))
@@ -156,8 +157,9 @@ def _busy(row: _Row, edges: Array) -> dict[int, str]:
     """How busy each slice was, by style."""
     start, end = row.times
     out = {}
-    for style in distinct(row.style):
-        mine = row.rows[row.style == style]
+    styles = distinct(row.style).tolist()
+    for style in styles:
+        mine = row.rows if len(styles) == 1 else row.rows[row.style == style]
         out[style] = _short(_digits(start[mine], end[mine], edges))
     return out
 
@@ -181,7 +183,9 @@ def _covered(start: Array, end: Array) -> float:
 
 def _listed(row: _Row, whole: tuple[float, float]) -> list[Any]:
     """A row of the table; what lies outside of the recording's calls and executions, as the rest of a range, is cut."""
-    start, end = np.clip(row.start, *whole), np.clip(row.end, *whole)
+    start, end = row.start, row.end
+    if len(start) and (start.min() < whole[0] or end.max() > whole[1]):
+        start, end = np.clip(start, *whole), np.clip(end, *whole)
     spent, span = end - start, max(whole[1] - whole[0], 1.0)
     waits = row.wait
     work, wait = _covered(start, end), 0.0
@@ -228,8 +232,8 @@ def _threads(recording: Recording, findings: Sequence[Finding]) -> tuple[list[_R
         name = streams.thread_title(named.get((process, thread), ""))
         label = name if name.startswith("thread ") else f"thread {thread}" + (f" ({name})" if name else "")
         label += f" of {streams.process_name(recording, process)}" if several else ""
-        style = np.where(is_kind(calls["kind"][part], _WORK), WORK, WAIT).astype(np.uint8)
-        style[is_kind(calls["kind"][part], _MEMORY)] = MEMORY
+        style = np.where(among(calls["kind"][part], _WORK), WORK, WAIT).astype(np.uint8)
+        style[among(calls["kind"][part], _MEMORY)] = MEMORY
         own = streams.submitters_thread(named.get((process, thread), ""))
         out.append(_Row(label, times, style, part, True, own=own))
     return out, more
@@ -364,7 +368,7 @@ def _waits(recording: Recording, shown: Sequence[_Row], told: Array) -> tuple[Ar
 
 def _texts(recording: Recording, row: _Row, where: Array) -> list[str]:
     if row.text is not None:
-        return [row.text[one] for one in where.tolist()]
+        return [row.text(one) for one in where.tolist()]
     if row.thread:
         return [recording.text(one) or "call" for one in recording.calls["name"][where].tolist()]
     ran = _ran(recording)

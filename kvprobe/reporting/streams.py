@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvprobe.recordings.assemble import codes, pairs, positions
+from kvprobe.recordings.assemble import among, codes, pairs, positions
 from kvprobe.recordings.model import SUBMITTING, Engine, Recording
 from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy, depth_series
 from kvprobe.reporting import charts, series
@@ -128,7 +128,7 @@ def _counted(
     totals = recording.totals
     if len(recording.histograms) != totals.rows:
         return {}
-    rows = np.flatnonzero(np.isin(totals["kind"], np.array(SUBMITTING, dtype=np.uint8)))
+    rows = np.flatnonzero(among(totals["kind"], SUBMITTING))
     groups: dict[tuple[int, ...], list[int]] = {}
     for row in rows.tolist():
         groups.setdefault(tuple(int(totals[column][row]) for column in columns), []).append(row)
@@ -174,11 +174,12 @@ def stream_table(recording: Recording, found: Submissions, queues: Occupancy | N
     moved: dict[int, float] = {}
     executions = recording.executions
     if executions.rows:
-        known = executions["stream"] >= 0
+        on_one = executions["stream"] >= 0
+        known = slice(None) if on_one.all() else on_one
         stream = executions["stream"][known]
         spent = np.bincount(stream, weights=(executions["end_ns"] - executions["start_ns"])[known])
-        copied = np.where(executions["engine"] == Engine.COPY, executions["bytes"], 0)[known]
-        total = np.bincount(stream, weights=copied)
+        copies = np.flatnonzero((executions["engine"] == Engine.COPY) & on_one)
+        total = np.bincount(executions["stream"][copies], weights=executions["bytes"][copies], minlength=len(spent))
         busy, moved = dict(enumerate(spent.tolist())), dict(enumerate(total.tolist()))
     queue_of = {row: queue for queue in (queues.streams if queues else ()) for row in queue.streams}
     rows: list[list[Any]] = []
@@ -233,7 +234,7 @@ def thread_table(recording: Recording, found: Submissions, queues: Occupancy | N
                 str(thread),
                 thread_title(names.get((row, thread), "")) or NONE,
                 (f"{group.calls:,}", group.calls),
-                *_timed(group.times, span_ns, _threads(recording, found, group)),
+                *_timed(group.times, span_ns),
                 (duration(blocked) if queues else NONE, blocked),
             ]
         )
@@ -346,7 +347,7 @@ def _until_idle(recording: Recording, queue: StreamOccupancy, times: Array, leve
     Without such transfers, what was outstanding behind the last call is not known.
     """
     rows = recording.transfers
-    mine = np.isin(rows["stream"], np.array(queue.streams, dtype=np.int32))
+    mine = among(rows["stream"], queue.streams)
     if len(queue.ends) or not len(times):
         return times, level
     if not mine.any() or rows["end_ns"][mine].max() < times[-1]:
@@ -376,10 +377,11 @@ def _cliff(recording: Recording, found: Submissions, queues: Occupancy) -> Chart
     spent = np.maximum(calls["end_ns"][queue.calls] - calls["start_ns"][queue.calls], 0)
     width = max(1, -(-(top + 1) // 180))
     bins = queue.depth // width
-    order = np.lexsort((spent, bins))
-    keys, first, count = np.unique(bins[order], return_index=True, return_counts=True)
-    half = spent[order][first + (count - 1) // 2]
-    high = spent[order][first + count - 1]
+    keys, place = codes(bins)
+    parts = [np.sort(spent[rows]) for rows in positions(place, len(keys))]
+    count = np.array([len(part) for part in parts])
+    half = np.array([part[(len(part) - 1) // 2] for part in parts])
+    high = np.array([part[-1] for part in parts])
     depth = keys * width + (width - 1) / 2
     shallow_ns = charts.quantiles(spent[bins < keys[-1] * 0.5], 0.5)[0]
     if queue.blocked.any():

@@ -21,6 +21,7 @@ import numpy.typing as npt
 from kvprobe.account import account_of
 from kvprobe.account.expert_gains import expert_gains
 from kvprobe.output.recorded import TableJson
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.descriptors import copies_by_stream, has_addresses
 from kvprobe.recordings.experts import expert_uploads
 from kvprobe.recordings.joined import Joined
@@ -248,7 +249,7 @@ def stream_sum(recording: Recording) -> SummaryTable:
     """Submitting calls by stream."""
     calls = recording.calls
     kinds = np.array([CallKind.COPY, CallKind.BATCH, CallKind.MEMSET, CallKind.LAUNCH, CallKind.GRAPH], dtype=np.uint8)
-    mine = np.flatnonzero(np.isin(calls["kind"], kinds))
+    mine = np.flatnonzero(among(calls["kind"], kinds))
     rows = _grouped(calls["stream"][mine], (calls["end_ns"] - calls["start_ns"])[mine])
     listed = [
         [share, *row[1:], streams.stream_name(recording, row[0]) if row[0] >= 0 else "unknown"]

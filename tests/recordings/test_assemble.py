@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvprobe.recordings.assemble import LARGEST, GrowingColumn, bounded, codes, narrowed, positions
+from kvprobe.recordings.assemble import LARGEST, GrowingColumn, among, bounded, codes, narrowed, positions
 from kvprobe.recordings.model import Recording, Table
 
 parts = st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=6)
@@ -38,6 +38,12 @@ def test_fewer_bytes_cut_and_never_wrap(column: np.ndarray) -> None:
     assert found.dtype == np.int32
     assert found.tolist() == np.clip(column, -(1 << 31), (1 << 31) - 1).tolist()
     assert found.strides == ((0,) if column.strides == (0,) else (4,))
+
+
+@given(st.lists(st.integers(0, 40), max_size=60), st.sets(st.integers(-1, 300), max_size=20))
+def test_few_values_are_looked_for_one_by_one_and_many_at_once(values: list[int], wanted: set[int]) -> None:
+    for dtype in (np.uint8, np.int32, np.uint64):
+        assert among(np.array(values, dtype=dtype), wanted).tolist() == [one in wanted for one in values]
 
 
 @given(st.lists(st.integers(0, 40), max_size=60))

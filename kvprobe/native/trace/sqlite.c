@@ -38,9 +38,13 @@ typedef struct {
 static uint32_t be16(const uint8_t *p) { return (uint32_t)p[0] << 8 | p[1]; }
 static uint32_t be32(const uint8_t *p) { return be16(p) << 16 | be16(p + 2); }
 
-/* A varint of up to nine bytes; NULL past the end. */
-static const uint8_t *varint(const uint8_t *p, const uint8_t *end, uint64_t *out) {
+/* A varint of up to nine bytes; NULL past the end. Most are one byte. */
+static inline const uint8_t *varint(const uint8_t *p, const uint8_t *end, uint64_t *out) {
     uint64_t n = 0;
+    if (p < end && !(*p & 0x80)) {
+        *out = *p;
+        return p + 1;
+    }
     for (int i = 0; i < 8; i++) {
         if (p >= end) return NULL;
         uint8_t b = *p++;
@@ -105,6 +109,17 @@ KVT_EXPORT kvt_table *kvt_table_open(int fd, uint32_t root, const int *columns, 
     return t;
 }
 
+/* A big-endian integer of 1 to 8 bytes; `end`: of what may be read. */
+static inline int64_t integer(const uint8_t *p, uint64_t width, const uint8_t *end) {
+    if (end - p >= 8) {
+        uint64_t n = (uint64_t)be32(p) << 32 | be32(p + 4);
+        return (int64_t)n >> (64 - 8 * width);
+    }
+    uint64_t n = p[0] & 0x80 ? ~0ull : 0;
+    for (uint64_t i = 0; i < width; i++) n = n << 8 | p[i];
+    return (int64_t)n;
+}
+
 static const uint8_t WIDTH[10] = {0, 1, 2, 3, 4, 6, 8, 8, 0, 0};
 
 /* The wanted columns of one leaf cell; nonzero where SQLite has to read this table. */
@@ -140,15 +155,14 @@ static int read_cell(const kvt_table *t, const uint8_t *cell, const uint8_t *end
             } else if (type >= 8) {
                 out[next] = (int64_t)type - 8;
             } else {
-                uint64_t n = (body[0] & 0x80) && type != 7 ? ~0ull : 0;
-                for (uint64_t i = 0; i < width; i++) n = n << 8 | body[i];
+                int64_t n = integer(body, width, end);
                 if (type == 7) {
                     double real;
                     memcpy(&real, &n, 8);
                     if (!(fabs(real) < 9.2e18)) return 1;
-                    n = (uint64_t)(int64_t)real;
+                    n = (int64_t)real;
                 }
-                out[next] = (int64_t)n;
+                out[next] = n;
             }
             next++;
         }
