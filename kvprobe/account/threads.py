@@ -89,6 +89,8 @@ class Threads:
             worked = self._worked(rows[0], edges, gap > 0)
             busy = np.isin(worked, (Worked.THREAD, Worked.ANOTHER))
             long, unusual = (self._silent(caller, rows[0], edges, some) for some in (long, unusual))
+            # nobody asked for anything: one whose step waits for something outside does so in each
+            long = np.union1d(long, unusual[worked[unusual] == Worked.NOBODY])
             asleep = unusual[~busy[unusual]]
             unasked[asleep[self._may_sleep(rows[0], edges[asleep], edges[asleep + 1])]] = Unknown.BETWEEN_REQUESTS
             unasked[worked == Worked.NOBODY] = Unknown.OUTSIDE

@@ -207,7 +207,7 @@ def _who_worked(joined: JoinedRecording, gpu: GpuAccount, mine: Array) -> list[E
     for one in joined.account.threads if joined.recording.pauses.rows else ():
         row = int(np.argmax(joined.caller == one.caller))
         waits = np.flatnonzero(mine & (cut.caller == one.caller))
-        covers = covers_of(joined.recording, int(joined.process[row]), one.thread)
+        covers = covers_of(joined.recording, int(joined.process[row]), one.thread, gpu.from_ns, gpu.to_ns)
         for worked in WORKED:
             spent[worked] += int(covers[worked].within(cut.start[waits], cut.end[waits]).sum())
     return [

@@ -55,6 +55,34 @@ def test_a_thread_that_never_gave_up_its_cpu_worked_however_little_it_got() -> N
     assert who_worked(recording, 0, 7, start, end).tolist() == [Worked.THREAD]
 
 
+@pytest.mark.parametrize(
+    ("used", "begin_ms", "worked"),
+    [
+        ((0.96, 0.97), 960, Worked.NOT_KNOWN),  # all of it may have been used before the window
+        ((0.96, 0.97), 0, Worked.THREAD),
+        ((0.96, 0.97), 900, Worked.THREAD),  # 60 of the last 100 ms at least
+        ((0.01, 0.96), 960, Worked.NOT_KNOWN),
+        ((0.001, 0.001), 960, Worked.NOBODY),
+    ],
+)
+def test_of_a_pause_that_begins_before_the_window_only_what_lies_in_it_counts(
+    used: tuple[float, float], begin_ms: int, worked: Worked
+) -> None:
+    """A server imports for a second and then waits for its first request: one pause, and the window begins between."""
+    recording = with_cpu_time(served([0, 1_000 * MS], 1), used)
+    begin, end = recording.pauses["start_ns"][:1] + begin_ms * MS, recording.pauses["end_ns"][:1]
+    assert who_worked(recording, 0, 7, begin, end).tolist() == [worked]
+
+
+def test_a_server_whose_process_sleeps_between_requests_has_nothing_to_do() -> None:
+    """40 ms in `recv` after ten steps each: rare among its pauses, and nobody works in it."""
+    recording = with_cpu_time(served([0, *[40 * MS] * 15], 10), NOBODY)
+    found = examine(recording)
+    (gpu,) = found.account.gpus
+    assert gpu.ns(Line.NOTHING_TO_DO) == pytest.approx(15 * 40 * MS, rel=0.03)
+    assert of_recording(recording, found).state == "healthy"
+
+
 def test_a_pause_in_which_nobody_works_is_no_work_of_python_s() -> None:
     """A timer or a socket before each step: without the CPU time it is the step's own, and the thread's fault."""
     found = examine(with_cpu_time(served([12 * MS] * 40, 1), NOBODY))
