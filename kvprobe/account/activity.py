@@ -13,7 +13,7 @@ from kvprobe.recordings.assemble import is_kind
 from kvprobe.recordings.intervals import distinct, union
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.link_rate import PCIE_5
-from kvprobe.recordings.model import SUBMITTING, Array, Direction, Engine, Memory
+from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Direction, Engine, Memory
 
 __all__ = ["COPY_KERNELS", "Activity", "activities"]
 
@@ -217,7 +217,25 @@ def _submitted(joined: Joined) -> tuple[Array, Array, Array, Array]:
         begun[of] = np.where(copies, np.maximum(begun[of], spans["end_ns"][of] - needs), begun[of])
         entered[of] = np.where(copies, joined.start[call[staged]], entered[of])
         returned[of] = np.where(copies, joined.end[call[staged]], returned[of])
-    return caller, entered, returned, begun
+    return caller, np.minimum(entered, _not_later(joined, caller, begun)), returned, begun
+
+
+def _not_later(joined: Joined, caller: Array, begun: Array) -> Array:
+    """When each of these spans had been submitted at the latest: before the call in which its thread waits as it begins.
+
+    Launches are counted and not kept one by one, and a mark is reached some microseconds after what it follows: so the
+    span of a kernel that was launched long before seems to begin in an idle stream.
+    """
+    out = begun.copy()
+    waits = np.flatnonzero(is_kind(joined.kind, (CallKind.SYNC, CallKind.COPY_SYNC)) & ~joined.nested)
+    waits = waits[np.argsort(joined.start[waits], kind="stable")]
+    for one in distinct(joined.caller[waits]).tolist():
+        own = waits[joined.caller[waits] == one]
+        mine = np.flatnonzero(caller == one)
+        at = np.searchsorted(joined.start[own], begun[mine], "right") - 1
+        inside = (at >= 0) & (joined.end[own[np.maximum(at, 0)]] > begun[mine])
+        out[mine[inside]] = joined.start[own[at[inside]]]
+    return out
 
 
 def _usual(joined: Joined, process: int, stream: int) -> int:
