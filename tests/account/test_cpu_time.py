@@ -112,3 +112,18 @@ def test_another_thread_that_ran_is_named_with_what_cannot_be_told() -> None:
     recording = with_cpu_time(served([12 * MS] * 4, 1), ANOTHER)
     texts = [one.text for finding in examine(recording) for one in finding.evidence]
     assert [text for text in texts if "the interpreter's lock or a lock of the program's own" in text]
+
+
+@pytest.mark.parametrize(("used", "steps", "named"), [(ANOTHER, 20, True), (THREAD, 20, False), (ANOTHER, 12, False)])
+def test_a_python_thread_that_waits_while_another_runs_is_python_s(
+    used: tuple[float, float], steps: int, named: bool
+) -> None:
+    recording = with_cpu_time(served([12 * MS] * steps, 1), used)
+    recording.names.append("python3")
+    recording.processes.columns["name"] = np.array([len(recording.names) - 1])
+    found = {one.cause: one for one in examine(recording)}
+    assert ("python_or_gil_bound" in found) == named
+    if named:
+        lost = (steps - 1) * 12 * MS
+        assert found["python_or_gil_bound"].device_ns == pytest.approx(lost, rel=0.03)
+        assert "a lock of the program's own" in found["python_or_gil_bound"].evidence[0].text
