@@ -221,12 +221,12 @@ def _submitted(joined: Joined) -> tuple[Array, Array, Array, Array]:
 
 
 def _not_later(joined: Joined, caller: Array, begun: Array) -> Array:
-    """When each of these spans had been submitted at the latest: before the call in which its thread waits as it begins.
+    """When each span had been submitted at the latest: before the call in which its thread waits as it begins.
 
     Launches are counted and not kept one by one, and a mark is reached some microseconds after what it follows: so the
     span of a kernel that was launched long before seems to begin in an idle stream.
     """
-    out = begun.copy()
+    out: Array = begun.copy()
     waits = np.flatnonzero(is_kind(joined.kind, (CallKind.SYNC, CallKind.COPY_SYNC)) & ~joined.nested)
     waits = waits[np.argsort(joined.start[waits], kind="stable")]
     for one in distinct(joined.caller[waits]).tolist():

@@ -97,7 +97,7 @@ def _named(joined: JoinedRecording, calls: Array) -> bool:
 
 
 def _between_kernels(joined: JoinedRecording, rows: Array) -> Array:
-    """Of large loads those of the most frequent size that follow kernels, always as many, and could have run beside them.
+    """Of large loads those of the most frequent size that follow kernels, always as many, and could run beside them.
 
     Such a copy had been submitted before the kernel in front of it ended, and stands on a stream of kernels, beside
     which it cannot run, or no other large copy came between the two. Where its call is not known, its stream decides.
