@@ -83,6 +83,23 @@ def test_a_server_whose_process_sleeps_between_requests_has_nothing_to_do() -> N
     assert of_recording(recording, found).state == "healthy"
 
 
+@pytest.mark.parametrize(("kind", "told"), [("file", False), ("socket", True)])
+def test_a_pause_behind_a_write_to_a_file_may_be_the_disk_s(kind: str, told: bool) -> None:
+    """A checkpoint after ten steps: 0.3 ms in `write`, and 60 ms in `fsync`, which nobody records."""
+    recording = with_cpu_time(served([0, *[62 * MS] * 15], 10), NOBODY)
+    recording.names.append(kind)
+    pauses = recording.pauses
+    start, rows = pauses["start_ns"][pauses["end_ns"] - pauses["start_ns"] > 50 * MS], 15
+    same = {"process": np.zeros(rows, int), "thread": np.full(rows, 7), "place": np.full(rows, 2)}
+    columns = {"start_ns": start, "end_ns": start + 300_000, "writes": np.ones(rows, int)}
+    recording.tables["tier_operations"] = Table("tier_operations", columns | same)
+    recording.tables["tiers"] = Table("tiers", {"process": [0], "place": [2], "kind": [len(recording.names) - 1]})
+    found = examine(recording)
+    (gpu,) = found.account.gpus
+    assert (gpu.ns(Line.NOTHING_TO_DO) > 0) == told and (gpu.open_ns > 0) == (not told)
+    assert of_recording(recording, found).state == ("healthy" if told else "undecided")
+
+
 def test_a_pause_in_which_nobody_works_is_no_work_of_python_s() -> None:
     """A timer or a socket before each step: without the CPU time it is the step's own, and the thread's fault."""
     found = examine(with_cpu_time(served([12 * MS] * 40, 1), NOBODY))
