@@ -14,8 +14,8 @@ Signature: the GPU is idle as in `gpu_starved`, and one of these is true. Otherw
  - Nsight recorded calls of the operating system (osrt), and in the gaps a thread that runs Python is in
    `pthread_cond_timedwait`. In CPython only `take_gil` waits there, one switch interval at a time.
  - `kvprobe run` noted CPU time: for most of at least 16 gaps of a thread that runs Python, another thread of the
-   process ran, and this one did not. It waited for the interpreter's lock, for a lock of the program's own, or for what
-   the other thread makes: which of these, the CPU time does not tell.
+   process ran, and this one did not. This one waited for the interpreter's lock, a lock of the program's own, or a
+   result of the other thread: the CPU time does not tell which.
 
 If the GPU is never idle or was not recorded, kvprobe looks at the pauses between the calls of a thread that submits.
 There must be at least 16 pauses. At least half of the long pauses must last one or a few switch intervals (up to a
