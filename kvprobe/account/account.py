@@ -40,7 +40,7 @@ class GpuAccount:
         from_ns, to_ns: its window, on the recorder's own clock.
         stretches: the window, cut.
         operations: kernels and copies that ran in it.
-        kernels: how many of them compute.
+        kernels: how many of them compute, graphs in one piece among them.
         links: the rates that its copies are compared with, to the GPU and from it; 0 where it made none.
         link_busy_ns: how long copies ran in the window, to the GPU and from it.
         behind: where operations began that stood behind a host function in their stream, ascending, and the row of the
@@ -83,9 +83,11 @@ class GpuAccount:
     def computes(self) -> tuple[int, int]:
         """From where the first kernel began until where the last one ended; where none ran, no time at all.
 
-        Outside nothing shows whether a model waits: before it may be starting, and afterwards it may be over.
+        Outside nothing shows whether a model waits: before it may be starting, and afterwards it may be over. A CUDA
+        graph that was recorded in one piece is a model's work, too: Nsight Systems records graphs so unless told.
         """
-        computing = np.flatnonzero(self.stretches.line == Line.COMPUTING)
+        cut = self.stretches
+        computing = np.flatnonzero((cut.line == Line.COMPUTING) | (cut.detail == Unknown.GRAPH))
         if not len(computing):
             return self.from_ns, self.from_ns
         return int(self.stretches.start[computing[0]]), int(self.stretches.end[computing[-1]])
@@ -349,7 +351,7 @@ def account_of(joined: Joined) -> Account:
                 max(serving.end_ns, begin),
                 stretches,
                 int(inside.sum()),
-                int((inside & ~gpu.copying & ~gpu.unclear).sum()),
+                int((inside & ~gpu.copying).sum()),
                 links_of(joined, gpu),
                 _link_busy(gpu, begin, max(serving.end_ns, begin)),
                 _behind(gpu),

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvprobe.account.host_functions import of_executions, of_spans
 from kvprobe.account.stretches import NOBODY
-from kvprobe.recordings.assemble import among, is_kind
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, distinct, union
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.link_rate import PCIE_5
@@ -224,7 +224,25 @@ def _submitted(joined: Joined) -> tuple[Array, Array, Array, Array]:
         begun[of] = np.maximum(begun[of], np.minimum(joined.end[holder], latest))
         caller[of] = joined.caller[holder]
         entered[of], returned[of] = joined.start[call[first]], joined.end[call[first]]
-    return caller, entered, returned, begun
+    return caller, np.minimum(entered, _not_later(joined, caller, begun)), returned, begun
+
+
+def _not_later(joined: Joined, caller: Array, begun: Array) -> Array:
+    """When each span had been submitted at the latest: before the call in which its thread waits as it begins.
+
+    Launches are counted and not kept one by one, and a mark is reached some microseconds after what it follows: so the
+    span of a kernel that was launched long before seems to begin in an idle stream.
+    """
+    out: Array = begun.copy()
+    waits = np.flatnonzero(among(joined.kind, (CallKind.SYNC, CallKind.COPY_SYNC)) & ~joined.nested)
+    waits = waits[np.argsort(joined.start[waits], kind="stable")]
+    for one in distinct(joined.caller[waits]).tolist():
+        own = waits[joined.caller[waits] == one]
+        mine = np.flatnonzero(caller == one)
+        at = np.searchsorted(joined.start[own], begun[mine], "right") - 1
+        inside = (at >= 0) & (joined.end[own[np.maximum(at, 0)]] > begun[mine])
+        out[mine[inside]] = joined.start[own[at[inside]]]
+    return out
 
 
 def _at_link_rate(joined: Joined, rows: Array) -> Array:
@@ -239,7 +257,7 @@ def _holders(joined: Joined, calls: Array) -> Array:
     """The call of another thread that each of these waited for as it allocated or pinned memory; -1: none."""
     found = np.full(len(calls), -1, dtype=np.int64)
     long = np.flatnonzero(joined.end[calls] - joined.start[calls] >= HELD_NS)
-    holders = np.flatnonzero(is_kind(joined.kind, (CallKind.ALLOC,)) & (joined.end - joined.start >= HELD_NS))
+    holders = np.flatnonzero(among(joined.kind, (CallKind.ALLOC,)) & (joined.end - joined.start >= HELD_NS))
     holders = holders[np.argsort(joined.end[holders], kind="stable")]
     for one in long.tolist() if len(holders) else ():
         call = calls[one]

@@ -26,13 +26,15 @@ class Worked(IntEnum):
     NOBODY = 3  # of the process
 
 
-def _of_pauses(recording: Recording, rows: Array) -> Array:
-    """Worked, for each of these rows of `pauses`.
+def _of_pauses(recording: Recording, rows: Array, begin: int, end: int) -> Array:
+    """Worked, for what lies between these instants of each of these rows of `pauses`.
 
-    The figures also hold what was used in `more_ns` before the pause: of one thread no more than that time.
+    The figures also hold what was used in `more_ns` before the pause, and in the rest of a pause that lies in part
+    outside: of one thread no more than that time.
     """
     pauses = {name: column[rows] for name, column in recording.pauses.items()}
-    ns, more = np.maximum(pauses["end_ns"] - pauses["start_ns"], 1), pauses["more_ns"]
+    ns = np.maximum(np.minimum(pauses["end_ns"], end) - np.maximum(pauses["start_ns"], begin), 1)
+    more = pauses["more_ns"] + (pauses["end_ns"] - pauses["start_ns"]) - ns
     thread, process = pauses["thread_ns"], np.maximum(pauses["process_ns"], pauses["thread_ns"])
     out = np.full(len(rows), Worked.NOT_KNOWN, dtype=np.uint8)
     others = (process - thread - more >= MOST * ns) & (more <= ROUGH * ns)
@@ -43,11 +45,12 @@ def _of_pauses(recording: Recording, rows: Array) -> Array:
     return out
 
 
-def covers_of(recording: Recording, process: int, thread: int) -> dict[Worked, Cover]:
-    """The pauses of a thread in which each of these worked."""
+def covers_of(recording: Recording, process: int, thread: int, begin: int, end: int) -> dict[Worked, Cover]:
+    """The pauses of a thread in which each of these worked, as far as they lie between two instants."""
     pauses = recording.pauses
     rows = np.flatnonzero((pauses["process"] == process) & (pauses["thread"] == thread))
-    who = _of_pauses(recording, rows)
+    rows = rows[(pauses["end_ns"][rows] > begin) & (pauses["start_ns"][rows] < end)]
+    who = _of_pauses(recording, rows, begin, end)
     parts = {worked: rows[who == worked] for worked in (Worked.THREAD, Worked.ANOTHER, Worked.NOBODY)}
     return {worked: Cover(pauses["start_ns"][part], pauses["end_ns"][part]) for worked, part in parts.items()}
 
@@ -55,7 +58,8 @@ def covers_of(recording: Recording, process: int, thread: int) -> dict[Worked, C
 def who_worked(recording: Recording, process: int, thread: int, start: Array, end: Array) -> Array:
     """Worked for most of each time from `start` to `end`, ns, in which a thread made no call; (times,) uint8."""
     out = np.full(len(start), Worked.NOT_KNOWN, dtype=np.uint8)
-    if recording.pauses.rows:
-        for worked, cover in covers_of(recording, process, thread).items():
+    if recording.pauses.rows and len(start):
+        covers = covers_of(recording, process, thread, int(start.min()), int(end.max()))
+        for worked, cover in covers.items():
             out[2 * cover.within(start, end) > end - start] = worked
     return out

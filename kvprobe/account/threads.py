@@ -13,6 +13,7 @@ from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, group_starts
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.model import Array, RangeStyle
+from kvprobe.recordings.tier_uses import FILES
 
 __all__ = ["PAUSE_NS", "ThreadTimeline", "Threads", "runs_python"]
 
@@ -29,6 +30,7 @@ _FROM_OUTSIDE = frozenset(
     + ["accept", "accept4", "poll", "ppoll", "select", "pselect"]
     + [f"epoll_{kind}" for kind in ("wait", "pwait", "pwait2")]
 )
+_AFTER_FILES_NS = 1_000_000  # from a write to the call that waits for the disk: fsync is not recorded
 _STARVED = 0.1  # of a span that the kernel counted: less waiting for a CPU is how every thread runs
 
 
@@ -89,15 +91,18 @@ class Threads:
             worked = self._worked(rows[0], edges, gap > 0)
             busy = among(worked, (Worked.THREAD, Worked.ANOTHER))
             long, unusual = (self._silent(caller, rows[0], edges, some) for some in (long, unusual))
+            # nobody asked for anything: one whose step waits for something outside does so in each
+            long = np.union1d(long, unusual[worked[unusual] == Worked.NOBODY])
             asleep = unusual[~busy[unusual]]
             unasked[asleep[self._may_sleep(rows[0], edges[asleep], edges[asleep + 1])]] = Unknown.BETWEEN_REQUESTS
             unasked[worked == Worked.NOBODY] = Unknown.OUTSIDE
             unasked[long] = NOBODY
             # who asks for the next request again and again works, too
             unasked[np.intersect1d(long[busy[long]], unusual)] = Unknown.BETWEEN_REQUESTS
-            told = worked[long] == Worked.NOBODY
+            told = (worked[long] == Worked.NOBODY) & ~self._used_files(rows[0], edges[long], edges[long + 1])
             slept = self._slept(rows[0], edges[long], edges[long + 1])
-            unasked[long[~busy[long] & ~told & ~slept]] = Unknown.BETWEEN_REQUESTS
+            untold = long[~busy[long] & ~told & ~slept]
+            unasked[untold] = np.where(worked[untold] == Worked.NOBODY, Unknown.OUTSIDE, Unknown.BETWEEN_REQUESTS)
             long = long[~busy[long] & (told | slept)]
             line[long] = Line.NOTHING_TO_DO
             return self._without_cpu(rows[0], ThreadTimeline(edges, line, unasked), gap > 0)
@@ -196,6 +201,19 @@ class Threads:
         mine = steps["process"] == self.joined.process[row]
         under_way = Cover(steps["start_ns"][mine], steps["end_ns"][mine])
         return np.asarray(2 * under_way.within(start, end) > end - start)
+
+    def _used_files(self, row: int, start: Array, end: Array) -> Array:
+        """Mask over pauses: the process read or wrote files in them or just before, and may wait for a disk."""
+        table, tiers, process = (
+            self.joined.recording.tier_operations,
+            self.joined.recording.tiers,
+            self.joined.process[row],
+        )
+        files = [i for i, name in enumerate(self.joined.recording.names) if name in FILES] if table.rows else []
+        mine = (tiers["process"] == process) & np.isin(tiers["kind"], files)
+        rows = (table["process"] == process) & np.isin(table["place"], tiers["place"][mine])
+        used = Cover(table["start_ns"][rows], table["end_ns"][rows] + _AFTER_FILES_NS)
+        return np.asarray(used.within(start, end) > 0)
 
     def _fed(self, caller: int, start: Array, end: Array) -> Array:
         """Mask over pauses: another thread reads in them what a copy of this thread's takes to a GPU."""

@@ -13,6 +13,9 @@ Signature: the GPU is idle as in `gpu_starved`, and one of these is true. Otherw
  - Stacks that were taken in the gaps show the thread waiting for the lock, or in Python code.
  - Nsight recorded calls of the operating system (osrt), and in the gaps a thread that runs Python is in
    `pthread_cond_timedwait`. In CPython only `take_gil` waits there, one switch interval at a time.
+ - `kvprobe run` noted CPU time: for most of at least 16 gaps of a thread that runs Python, another thread of the
+   process ran, and this one did not. This one waited for the interpreter's lock, a lock of the program's own, or a
+   result of the other thread: the CPU time does not tell which.
 
 If the GPU is never idle or was not recorded, kvprobe looks at the pauses between the calls of a thread that submits.
 There must be at least 16 pauses. At least half of the long pauses must last one or a few switch intervals (up to a
@@ -35,13 +38,15 @@ garbage collector, move the other work out of the process.
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
 
-from kvprobe.account import Line
+from kvprobe.account import Line, Worked, covers_of
+from kvprobe.account.stretches import NOBODY
 from kvprobe.account.threads import runs_python
-from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
+from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, Where, cause_of
 from kvprobe.diagnosis.gaps import NO_WORK_NS, Gaps, gaps_chart, idle_gaps, outside_calls_ns
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.diagnosis.pauses import long_pauses, waited_within
@@ -223,7 +228,59 @@ def _by_submissions(joined: JoinedRecording) -> Finding | None:
 
 def find(joined: JoinedRecording) -> Finding | None:
     """Gaps that the interpreter makes."""
-    return _by_submissions(joined) or _by_idle_gaps(joined)
+    return _by_submissions(joined) or _by_idle_gaps(joined) or _by_cpu_time(joined)
+
+
+def _by_cpu_time(joined: JoinedRecording) -> Finding | None:
+    """Idle time of GPUs in which another thread of the process had the CPU, as `kvprobe run` noted."""
+    if not joined.recording.pauses.rows:
+        return None
+    parts, places = [(joined.start[:0], joined.start[:0])], []
+    seen = [gpu for gpu in joined.account.gpus if gpu.seen]
+    for gpu, one in itertools.product(seen, joined.account.threads):
+        cut, process = gpu.stretches, int(joined.process[np.argmax(joined.caller == one.caller)])
+        mine = np.flatnonzero((cut.line == PROVES) & (cut.cause == NOBODY) & (cut.caller == one.caller))
+        start, end = cut.start[mine], cut.end[mine]
+        cover = covers_of(joined.recording, process, one.thread, gpu.from_ns, gpu.to_ns)[Worked.ANOTHER]
+        held = 2 * cover.within(start, end) > end - start
+        if held.sum() >= MANY_PAUSES:
+            parts.append((start[held], end[held]))
+            ns = int((end - start)[held].sum())
+            places.append(Where(pid=one.pid, thread=one.thread, lost_ns=ns, calls=int(held.sum())))
+    start, end = (np.concatenate(column) for column in zip(*parts, strict=True))
+    lost, span = int((end - start).sum()), sum(gpu.window_ns for gpu in seen)
+    if not places or lost < LEAST_SHARE * span:
+        return None
+    typical = float(np.median(end - start))
+    return joined.finding(
+        CAUSE,
+        "The GPU was idle for {lost}, in {calls} gaps, because its thread waited while another of its process ran",
+        "likely",
+        Loss(
+            lost,
+            len(start),
+            on="device",
+            window=(int(start.min()), int(end.max())),
+            span_ns=span,
+            places=tuple(sorted(places, key=lambda place: -place.lost_ns)[:16]),
+            gaps=(start, end),
+        ),
+        evidence=(
+            Evidence(
+                f"in {len(start):,} gaps, {ms(typical)} each (median), another thread of the process ran, and the one "
+                "that launches did not: it waited for the interpreter's lock or a lock of the program's own, or for "
+                "what that thread makes; kvprobe cannot tell which",
+                lost,
+                "ns",
+                MEASURED,
+            ),
+        ),
+        cure=(
+            Change("Move the other thread's work to a process of its own", share=1.0),
+            Change("If it is a lock of the program's own, hold it for a shorter time"),
+        ),
+        reason="a thread that waits for what another one makes looks the same",
+    )
 
 
 class _Signs(NamedTuple):

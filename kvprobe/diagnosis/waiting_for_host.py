@@ -37,7 +37,7 @@ from kvprobe.diagnosis.joined import CRITICAL, JoinedRecording, ms, of_the_time,
 from kvprobe.diagnosis.left import most_left
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover
-from kvprobe.recordings.model import Array
+from kvprobe.recordings.model import Array, CallKind
 
 CAUSE = cause_of(__name__)
 DID = {
@@ -88,16 +88,17 @@ class _Part:
     ns: int
     line: Line | None
     mine: Array
+    did: str = ""  # what is known beyond the line
 
     @property
     def said(self) -> str:
         """Of the time in which nothing ran, in a sentence."""
-        return HELD if self.line is None else f"the thread that submitted what ran next {DID[self.line]}"
+        return HELD if self.line is None else f"the thread that submitted what ran next {self.did or DID[self.line]}"
 
     @property
     def title(self) -> str:
         """The same in a title."""
-        return IN_FUNCTIONS if self.line is None else f"the thread {DID[self.line]}"
+        return IN_FUNCTIONS if self.line is None else f"the thread {self.did or DID[self.line]}"
 
     @property
     def cure(self) -> tuple[Change, ...]:
@@ -154,7 +155,7 @@ def _left(joined: JoinedRecording) -> Finding | None:
     cut = gpu.stretches
     lost = cut.sum_ns(mine)
     held = mine & gpu.held_by_functions
-    parts = [_Part(cut.sum_ns(one), line, one) for line in HOST for one in [mine & ~held & (cut.line == line)]]
+    parts = [_part(joined, gpu, line, mine & ~held & (cut.line == line)) for line in HOST]
     parts = sorted([_Part(cut.sum_ns(held), None, held), *parts], key=lambda part: -part.ns)
     parts = [part for part in parts if part.ns]
     first = parts[0]
@@ -191,14 +192,47 @@ def _left(joined: JoinedRecording) -> Finding | None:
     return joined.line_finding(CAUSE, title, gpu, loss, evidence=evidence, cure=cure)
 
 
+def _part(joined: JoinedRecording, gpu: GpuAccount, line: Line, mine: Array) -> _Part:
+    """A line's part, with the call or the other GPU that its thread was held up by for most of it, where one is."""
+    cut = gpu.stretches
+    ns, did = int(cut.ns[mine].sum()), ""
+    if ns and line == Line.ELSEWHERE:
+        name, inside = _call_of_most(joined, gpu, mine)
+        did = f"was in {name}" if 2 * inside > ns else ""
+    elif ns and line == Line.WAITING_FOR_DEVICE:
+        others = [one for one in joined.account.gpus if one is not gpu and {*one.processes} & {*gpu.processes}]
+        busy = [_busy(one) for one in others]
+        inside = sum(int(cover.within(cut.start[mine], cut.end[mine]).sum()) for cover in busy)
+        did = "waited for another GPU" if 2 * inside > ns else ""
+    return _Part(ns, line, mine, did)
+
+
+def _call_of_most(joined: JoinedRecording, gpu: GpuAccount, mine: Array) -> tuple[str, int]:
+    """In which CUDA function that neither submits, waits nor allocates its threads were longest, and for how long."""
+    cut, spent = gpu.stretches, np.zeros(len(joined.recording.names), dtype=np.int64)
+    for caller in np.unique(cut.caller[mine]).tolist():
+        rows = np.flatnonzero((joined.caller == caller) & (joined.kind == CallKind.OTHER) & ~joined.nested)
+        here = mine & (cut.caller == caller)
+        inside = Cover(cut.start[here], cut.end[here]).within(joined.start[rows], joined.end[rows])
+        np.add.at(spent, joined.name[rows], inside)
+    most = int(spent.argmax())
+    return joined.text(most), int(spent[most])
+
+
+def _busy(gpu: GpuAccount) -> Cover:
+    """When a GPU computes or copies."""
+    cut = gpu.stretches
+    works = np.isin(cut.line, np.array((Line.COMPUTING, *COPIES), dtype=np.uint8)) | (cut.detail == Unknown.GRAPH)
+    return Cover(cut.start[works], cut.end[works])
+
+
 def _saved(gpu: GpuAccount, part: _Part) -> int:
     """Of a part's time, what its change saves at most, ns."""
     if part.line not in BESIDE:
         return part.ns
     cut = gpu.stretches
-    works = among(cut.line, (Line.COMPUTING, *COPIES)) | (cut.detail == Unknown.GRAPH)
     here = part.mine
-    return hidden_beside_work(Cover(cut.start[works], cut.end[works]), cut.start[here], cut.end[here], cut.ns[here])
+    return hidden_beside_work(_busy(gpu), cut.start[here], cut.end[here], cut.ns[here])
 
 
 def _who_worked(joined: JoinedRecording, gpu: GpuAccount, mine: Array) -> list[Evidence]:
@@ -208,7 +242,7 @@ def _who_worked(joined: JoinedRecording, gpu: GpuAccount, mine: Array) -> list[E
     for one in joined.account.threads if joined.recording.pauses.rows else ():
         row = int(np.argmax(joined.caller == one.caller))
         waits = np.flatnonzero(mine & (cut.caller == one.caller))
-        covers = covers_of(joined.recording, int(joined.process[row]), one.thread)
+        covers = covers_of(joined.recording, int(joined.process[row]), one.thread, gpu.from_ns, gpu.to_ns)
         for worked in WORKED:
             spent[worked] += int(covers[worked].within(cut.start[waits], cut.end[waits]).sum())
     return [

@@ -13,6 +13,8 @@ true:
  - The sizes of the copies repeat in the same order, and are at least 1 MiB.
  - Many copies have one size of at least 1 MiB, and each copy was submitted before the kernel in front of it had ended.
    So the copy could have run beside this kernel. A copy that was submitted later may not have been possible earlier.
+   Several copies may follow one kernel, if there are always as many, their stream is the one that computes, and nothing
+   of this size is copied from the GPU.
 
 If the GPU was not recorded, kvprobe sees large loads on a stream that has as many launches, but not what computes
 meanwhile. If these loads carry enough bytes to fill a tenth of the time, the cause is an open question.
@@ -30,7 +32,7 @@ import numpy as np
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
 from kvprobe.diagnosis.waited_copies import waited_copies
-from kvprobe.recordings.intervals import Cover, ascending, distinct, in_time
+from kvprobe.recordings.intervals import Cover, ascending, distinct, group_starts, in_time
 from kvprobe.recordings.link_rate import PCIE_5
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
 
@@ -95,10 +97,12 @@ def _named(joined: JoinedRecording, calls: Array) -> bool:
 
 
 def _between_kernels(joined: JoinedRecording, rows: Array) -> Array:
-    """Of large loads those of the most frequent size that follow kernels each, and could have run beside them.
+    """Of large loads those of the most frequent size that follow kernels, always as many, and could run beside them.
 
     Such a copy had been submitted before the kernel in front of it ended, and stands on a stream of kernels, beside
     which it cannot run, or no other large copy came between the two. Where its call is not known, its stream decides.
+    Several between two kernels are a group of layers only on a stream of kernels, and where nothing as large goes out:
+    elsewhere they may be what a request brings.
     """
     table = joined.recording.executions
     if len(rows) < MANY:
@@ -112,13 +116,22 @@ def _between_kernels(joined: JoinedRecording, rows: Array) -> Array:
     start, call = joined.x_start[rows], joined.x_call[rows]
     begun = np.searchsorted(joined.x_start[kernels], start)
     front = joined.x_end[kernels[np.maximum(begun - 1, 0)]]
-    large = ascending(joined.x_start[mine & (table["engine"] == Engine.COPY) & (table["bytes"] >= LARGE)])
+    copies = mine & (table["engine"] == Engine.COPY) & (table["bytes"] >= LARGE)
+    large = ascending(joined.x_start[copies])
     held = (begun > 0) & (call >= 0) & (joined.start[np.maximum(call, 0)] < front)
     beside = np.isin(table["stream"][rows], joined.kernel_streams)
+    first = group_starts(begun)  # one kernel at least since the copy before
+    many = np.diff(np.append(first, len(rows)))
+    usual = int(np.bincount(many).argmax())
     held &= beside | (np.searchsorted(large, front) == np.searchsorted(large, start))
     held |= beside & (call < 0)
-    alternate = rows[held & (np.diff(begun, prepend=-1) > 0)]  # one kernel at least since the copy before
-    return alternate if len(alternate) >= MANY and 10 * len(alternate) > 8 * len(rows) else rows[:0]
+    place = np.arange(len(rows)) - np.repeat(first, many)
+    chosen = held & (place < usual) & (np.repeat(many, many) >= usual)
+    out = copies & (table["direction"] == Direction.D2H) & (table["bytes"] == table["bytes"][rows[0]])
+    if usual > 1 and (out.any() or not beside.all()):
+        return rows[:0]
+    enough = int(chosen[first].sum()) >= MANY and 10 * int(chosen.sum()) > 8 * len(rows)
+    return rows[chosen] if enough else rows[:0]
 
 
 def open_question(joined: JoinedRecording) -> Finding | None:

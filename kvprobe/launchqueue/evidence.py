@@ -97,12 +97,13 @@ class Regular:
 
 @dataclass(frozen=True, slots=True)
 class StoodStill:
-    """Where the device was recorded: a few long calls at the deepest while their stream stood still.
+    """Where the device was recorded, or timing events in the stream: a few long calls while their stream stood still.
 
     Attributes:
         deepest, depth: outstanding at most; what a queue takes as calibrated; 0 unknown.
         fences: calls for most of which nothing of the stream executed, and then it moved on; where the depth is unknown
-            of those alone whose stream had been told to wait, while kernels ran.
+            of those alone whose stream had been told to wait, while kernels ran. By timing events: that returned as the
+            wait ended at which their stream stood.
         delays: calls for most of which one operation of the stream ran, or none, and that returned as the stream moved
             on.
     """

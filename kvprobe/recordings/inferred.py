@@ -19,6 +19,7 @@ from kvprobe.launchqueue.constants import (
     BELOW_SHARE,
     COPY_DEPTHS,
     ELSEWHERE_TIMES,
+    FENCE_NS,
     FLOOD_CALLS,
     FULL_SHARE,
     LEAST_BLOCKED,
@@ -30,15 +31,23 @@ from kvprobe.launchqueue.constants import (
     SCALED_DEPTH,
     USUAL_DEPTHS,
 )
-from kvprobe.launchqueue.evidence import DepthStep, HeldAt, InBurst, NumberedLaunches, OtherSlowCalls, Pinned
+from kvprobe.launchqueue.evidence import (
+    DepthStep,
+    HeldAt,
+    InBurst,
+    NumberedLaunches,
+    OtherSlowCalls,
+    Pinned,
+    StoodStill,
+)
 from kvprobe.launchqueue.judge import conclude
-from kvprobe.recordings.assemble import quantile
+from kvprobe.recordings.assemble import among, quantile
 from kvprobe.recordings.buckets import bucket_floor_ns
 from kvprobe.recordings.flooded import QueueCalls, flooded
 from kvprobe.recordings.held_locks import first_of_threads, held_lock
 from kvprobe.recordings.intervals import distinct
 from kvprobe.recordings.marked_depth import MarkedDepth, depth_by_marks, held_at, pinned
-from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Label, Memory, Recording, Table
+from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Engine, Label, Memory, Recording, Table
 from kvprobe.recordings.numbered import (
     emptying_waits,
     launches_since_empty,
@@ -54,6 +63,10 @@ __all__ = ["infer", "without_cpu"]
 
 _AFTERWARDS = 0.1  # how many calls wait behind the one that met the full queue, where it drains
 _LONG_NS = 1_000_000  # a wait for more than a copy: for what the copies stand behind
+_MOVED_ON_NS = (
+    50_000  # from the end of a wait, as a mark tells it, until the call that it held returns: 31 to 39 (H100)
+)
+_STANDS = Engine.WAIT, Engine.FUNCTION
 _INFERRED = "inferred: {}; no device activity was recorded"
 _NEVER = np.iinfo(np.int64).max
 
@@ -102,6 +115,8 @@ def infer(recording: Recording, queue: StreamOccupancy) -> None:
     """Depth and blocked time where the device was not recorded: from what the host saw alone."""
     marked = depth_by_marks(recording, queue)
     _infer(recording, queue, marked)
+    if marked is not None and not queue.conclusion.full:
+        _at_waits(recording, queue, marked)
     numbered = partial(recording, queue)
     if marked is not None:  # a thread's launches since it last waited say less than a count
         least = _counted(recording, 1.0) or _depths(recording).usual[0]
@@ -109,6 +124,28 @@ def infer(recording: Recording, queue: StreamOccupancy) -> None:
     if numbered.any():
         base = np.array([queue.baseline_ns.get(int(name), 0) for name in recording.calls["name"][queue.calls]])
         _launches(recording, queue, numbered, base)
+
+
+def _at_waits(recording: Recording, queue: StreamOccupancy, marked: MarkedDepth) -> None:
+    """Calls that were held while their stream stood at a wait, and returned as it moved on, by timing events."""
+    given, spans = _queue_calls(recording, queue), recording.spans
+    waits = np.flatnonzero(np.isin(spans["stream"], queue.streams) & among(spans["engine"], _STANDS))
+    waits = waits[np.argsort(spans["end_ns"][waits], kind="stable")]
+    excess = (given.duration - given.base).astype(np.int64)
+    held = given.judged & marked.known & (excess > FENCE_NS)
+    at = np.searchsorted(spans["end_ns"][waits], given.end, "right") - 1
+    held &= at >= 0
+    last = waits[at[held]]
+    moved_on = given.end[held] - spans["end_ns"][last] <= _MOVED_ON_NS
+    held[held] = moved_on & (spans["start_ns"][last] <= given.start[held])
+    each = slots_each(recording, queue)
+    known = _counted(recording, each) or _depths(recording, each).usual[0]
+    depth = np.round(marked.own * slots_each(recording, queue, with_events=False) / each).astype(np.int32)
+    concluded = conclude(StoodStill(int(depth[held].max(initial=0)), float(known), fences=int(held.sum())))
+    if concluded.full:
+        queue.after, queue.depth = 0, depth
+        queue.blocked_by(concluded, held, np.where(held, excess, 0), "inferred")
+        queue.inferred_ns = int(queue.blocked_ns.sum())
 
 
 def _infer(recording: Recording, queue: StreamOccupancy, marked: MarkedDepth | None) -> None:

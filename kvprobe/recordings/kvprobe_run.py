@@ -49,7 +49,7 @@ from kvprobe.recordings.run_events import (
     stacks,
     transfers,
 )
-from kvprobe.recordings.run_marks import marks
+from kvprobe.recordings.run_marks import bytes_of_copies, marks
 from kvprobe.recordings.run_processes import (
     OF_ANOTHER_NAMESPACE,
     UNTOLD,
@@ -344,6 +344,7 @@ def _fill(
     pauses(recording, _together(gathered.pauses))
     words = _CallWords(calls.records, totals.slots, names)
     _calls(recording, calls, words)
+    bytes_of_copies(recording)
     submitters = _engine_submitters(processes, streams)
     transfers(recording, calls, processes, shifts, names, submitters)
     recording.tables["submitters"] = submitters.table(names)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.probe.ring import COVERAGE, GRAPH, SPAN
-from kvprobe.recordings.assemble import sorted_table
+from kvprobe.recordings.assemble import among, sorted_table
 from kvprobe.recordings.intervals import Cover, union
-from kvprobe.recordings.model import Array, Direction, Engine, Recording, Table
+from kvprobe.recordings.model import Array, CallKind, Direction, Engine, Recording, Table
 from kvprobe.recordings.run_events import RingRecords, known_codes
 from kvprobe.recordings.vocabulary import Names
 
-__all__ = ["marks"]
+__all__ = ["bytes_of_copies", "marks"]
 
 # enum mark_kind of marks.h -> what runs; 0: several things, which cannot be told apart
 ENGINES = np.array(
@@ -83,6 +83,30 @@ def marks(recording: Recording, told: RingRecords, names: Names) -> None:
         told.stream[is_span & (end > start)],
     )
     _graphs(recording, records[records["call"] == GRAPH], process[records["call"] == GRAPH])
+
+
+def bytes_of_copies(recording: Recording) -> None:
+    """Takes the bytes of memsets out of spans of copies: no copy has more than the largest call of its stream.
+
+    Memsets are too short to be told apart, and recordings made until now count their bytes with those of the copies
+    beside them. Where calls were lost, the largest is not known.
+    """
+    spans, calls = recording.spans, recording.calls
+    both = (Direction.H2D, Direction.D2H)
+    rows = np.flatnonzero((spans["engine"] == Engine.COPY) & (spans["graph"] < 0) & np.isin(spans["direction"], both))
+    rows = rows[~np.isin(spans["process"][rows], [one for one, many in recording.lost.items() if many])]
+    made = np.flatnonzero(among(calls["kind"], (CallKind.COPY, CallKind.COPY_SYNC, CallKind.BATCH)))
+    if not len(rows) or not len(made):
+        return
+    keys = [
+        np.stack([table[name][some] for name in ("process", "stream", "direction")], axis=1)
+        for table, some in ((spans, rows), (calls, made))
+    ]
+    where, which = np.unique(np.concatenate(keys), axis=0, return_inverse=True)
+    largest = np.full(len(where), -1, dtype=np.int64)
+    np.maximum.at(largest, which[len(rows) :], calls["bytes"][made])
+    most = largest[which[: len(rows)]] * np.maximum(spans["count"][rows], 1)
+    spans.columns["bytes"][rows] = np.where(most >= 0, np.minimum(spans["bytes"][rows], most), spans["bytes"][rows])
 
 
 def _queue_marks(records: Array, start: Array, process: Array, stream: Array) -> Table:

@@ -100,10 +100,15 @@ _KINDS: Sequence[tuple[re.Pattern[str], CallKind]] = tuple(
         (r"cu(da)?(Stream|Event|Device|Ctx|Thread)Synchronize$", CallKind.SYNC),
         (r"cu(da)?(Stream|Event|Ctx)Create|cuDevicePrimaryCtxRetain", CallKind.CREATE),
         (
-            r"cu(da)?Malloc|cu(da)?HostAlloc|cu(da)?HostRegister|cuMem(Alloc|Host(Alloc|Register)|Create$|Map$|AddressReserve)",
+            r"cu(da)?Malloc|cu(da)?HostAlloc|cu(da)?HostRegister|cuMem(Alloc|Host(Alloc|Register)|Create$|Map$|AddressReserve)"
+            r"|cuMem(SetAccess|(Ex|Im)port(To|From)ShareableHandle)|cu(da)?IpcOpenMemHandle|cu(da)?ImportExternalMemory",
             CallKind.ALLOC,
         ),
-        (r"cu(da)?Free|cu(da)?HostUnregister|cuMem(Free|HostUnregister|Unmap|Release|AddressFree)", CallKind.FREE),
+        (
+            r"cu(da)?Free|cu(da)?HostUnregister|cuMem(Free|HostUnregister|Unmap|Release|AddressFree)"
+            r"|cu(da)?IpcCloseMemHandle|cu(da)?DestroyExternalMemory|cu(da)?MemPoolTrimTo",
+            CallKind.FREE,
+        ),
     )
 )
 

@@ -55,6 +55,51 @@ def test_a_thread_that_never_gave_up_its_cpu_worked_however_little_it_got() -> N
     assert who_worked(recording, 0, 7, start, end).tolist() == [Worked.THREAD]
 
 
+@pytest.mark.parametrize(
+    ("used", "begin_ms", "worked"),
+    [
+        ((0.96, 0.97), 960, Worked.NOT_KNOWN),  # all of it may have been used before the window
+        ((0.96, 0.97), 0, Worked.THREAD),
+        ((0.96, 0.97), 900, Worked.THREAD),  # 60 of the last 100 ms at least
+        ((0.01, 0.96), 960, Worked.NOT_KNOWN),
+        ((0.001, 0.001), 960, Worked.NOBODY),
+    ],
+)
+def test_of_a_pause_that_begins_before_the_window_only_what_lies_in_it_counts(
+    used: tuple[float, float], begin_ms: int, worked: Worked
+) -> None:
+    """A server imports for a second and then waits for its first request: one pause, and the window begins between."""
+    recording = with_cpu_time(served([0, 1_000 * MS], 1), used)
+    begin, end = recording.pauses["start_ns"][:1] + begin_ms * MS, recording.pauses["end_ns"][:1]
+    assert who_worked(recording, 0, 7, begin, end).tolist() == [worked]
+
+
+def test_a_server_whose_process_sleeps_between_requests_has_nothing_to_do() -> None:
+    """40 ms in `recv` after ten steps each: rare among its pauses, and nobody works in it."""
+    recording = with_cpu_time(served([0, *[40 * MS] * 15], 10), NOBODY)
+    found = examine(recording)
+    (gpu,) = found.account.gpus
+    assert gpu.ns(Line.NOTHING_TO_DO) == pytest.approx(15 * 40 * MS, rel=0.03)
+    assert of_recording(recording, found).state == "healthy"
+
+
+@pytest.mark.parametrize(("kind", "told"), [("file", False), ("socket", True)])
+def test_a_pause_behind_a_write_to_a_file_may_be_the_disk_s(kind: str, told: bool) -> None:
+    """A checkpoint after ten steps: 0.3 ms in `write`, and 60 ms in `fsync`, which nobody records."""
+    recording = with_cpu_time(served([0, *[62 * MS] * 15], 10), NOBODY)
+    recording.names.append(kind)
+    pauses = recording.pauses
+    start, rows = pauses["start_ns"][pauses["end_ns"] - pauses["start_ns"] > 50 * MS], 15
+    same = {"process": np.zeros(rows, int), "thread": np.full(rows, 7), "place": np.full(rows, 2)}
+    columns = {"start_ns": start, "end_ns": start + 300_000, "writes": np.ones(rows, int)}
+    recording.tables["tier_operations"] = Table("tier_operations", columns | same)
+    recording.tables["tiers"] = Table("tiers", {"process": [0], "place": [2], "kind": [len(recording.names) - 1]})
+    found = examine(recording)
+    (gpu,) = found.account.gpus
+    assert (gpu.ns(Line.NOTHING_TO_DO) > 0) == told and (gpu.open_ns > 0) == (not told)
+    assert of_recording(recording, found).state == ("healthy" if told else "undecided")
+
+
 def test_a_pause_in_which_nobody_works_is_no_work_of_python_s() -> None:
     """A timer or a socket before each step: without the CPU time it is the step's own, and the thread's fault."""
     found = examine(with_cpu_time(served([12 * MS] * 40, 1), NOBODY))
@@ -84,3 +129,18 @@ def test_another_thread_that_ran_is_named_with_what_cannot_be_told() -> None:
     recording = with_cpu_time(served([12 * MS] * 4, 1), ANOTHER)
     texts = [one.text for finding in examine(recording) for one in finding.evidence]
     assert [text for text in texts if "the interpreter's lock or a lock of the program's own" in text]
+
+
+@pytest.mark.parametrize(("used", "steps", "named"), [(ANOTHER, 20, True), (THREAD, 20, False), (ANOTHER, 12, False)])
+def test_a_python_thread_that_waits_while_another_runs_is_python_s(
+    used: tuple[float, float], steps: int, named: bool
+) -> None:
+    recording = with_cpu_time(served([12 * MS] * steps, 1), used)
+    recording.names.append("python3")
+    recording.processes.columns["name"] = np.array([len(recording.names) - 1])
+    found = {one.cause: one for one in examine(recording)}
+    assert ("python_or_gil_bound" in found) == named
+    if named:
+        lost = (steps - 1) * 12 * MS
+        assert found["python_or_gil_bound"].device_ns == pytest.approx(lost, rel=0.03)
+        assert "a lock of the program's own" in found["python_or_gil_bound"].evidence[0].text

@@ -12,7 +12,7 @@ from copies import GPU, HOST, KiB, recording
 
 from kvprobe.diagnosis import examine
 from kvprobe.diagnosis.verdict import of_recording
-from kvprobe.recordings.model import CallKind, Engine, Memory, Table
+from kvprobe.recordings.model import CallKind, Direction, Engine, Memory, Table
 
 SIZE, MiB = 64 * KiB, 1 << 20
 
@@ -116,12 +116,12 @@ def test_loads_that_may_run_beside_or_take_little_are_no_question(calls):
     assert not [one for one in examine(made) if one.cause == "redundant_loads"]
 
 
-def executed(beside=False, sizes=(32 * MiB,), steps=40):
-    """Each load right before a kernel of the same length; `beside`: on a stream of its own, while the kernel runs."""
+def executed(beside=False, sizes=(32 * MiB,), steps=40, many=(1,), out=False):
+    """Loads right before kernels of the same length; `beside`: on a stream of its own, while the kernel runs."""
     begin, end, engine, size, stream = [], [], [], [], []
     at = 1_000_000
     for step in range(steps):
-        for kind in (Engine.COPY, Engine.KERNEL):
+        for kind in (*[Engine.COPY] * many[step % len(many)], Engine.KERNEL):
             begin.append(at)
             at += 600_000
             end.append(at)
@@ -143,6 +143,8 @@ def executed(beside=False, sizes=(32 * MiB,), steps=40):
             "correlation": np.full(rows, -1),
         },
     )
+    if out:
+        made.executions["direction"][-2] = Direction.D2H
     made.has_executions = True
     return {one.cause: one for one in examine(made)}.get("weights_not_overlapped")
 
@@ -152,3 +154,10 @@ def test_equal_layers_without_addresses_are_known_by_where_they_stand():
     assert found.lost_ns == pytest.approx(40 * 600_000, rel=0.05)
     assert any("follow kernels that could have run beside them" in one.text for one in found.evidence)
     assert executed(beside=True) is None and executed(steps=8) is None
+
+
+def test_a_group_of_equal_layers_is_known_by_being_always_as_large():
+    """Four layers' weights before each replay of their graph; what a request brings is now more and now less."""
+    assert executed(many=(4,), steps=40).lost_ns == pytest.approx(40 * 600_000, rel=0.05)
+    assert executed(many=(4,), steps=10) is None and executed(many=(4, 2, 5, 3), steps=40) is None
+    assert executed(many=(4,), out=True) is None  # blocks of a cache, which leave again

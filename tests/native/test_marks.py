@@ -158,6 +158,22 @@ d.sync(d.compute)
     assert computed == pytest.approx(40_000_000, rel=0.05)
 
 
+def test_what_a_memset_writes_is_no_byte_of_the_copy_beside_it(libraries: Path, tmp_path: Path) -> None:
+    """Both are too short to be told apart: the link would seem to carry a thousand GB/s."""
+    body = """
+import ctypes as ct
+d.launch(1_000_000)
+for _ in range(4):
+    d.lib.cudaMemsetAsync(ct.c_void_p(d.device), 0, ct.c_size_t(4 << 20), ct.c_void_p(d.compute))
+    d.load(0, 8192, d.compute)
+d.sync(d.compute)
+"""
+    spans = recorded(libraries, tmp_path, body).spans
+    after = int(spans["end_ns"][spans["engine"] == Engine.KERNEL].max())
+    copies = (spans["engine"] == Engine.COPY) & (spans["start_ns"] >= after)
+    assert int(spans["count"][copies].sum()) > 4 and int(spans["bytes"][copies].sum()) == 4 * 8192
+
+
 def test_without_marks_nothing_is_said_of_the_device(libraries: Path, tmp_path: Path) -> None:
     recording = recorded(libraries, tmp_path, "d.launch(1_000_000)\nd.sync(d.compute)\n", KVPROBE_MARKS="off")
     assert recording.calls.rows

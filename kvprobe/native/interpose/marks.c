@@ -377,7 +377,10 @@ static int unseen(const struct mark_stream *s, uint64_t now) {
 static int goes_on(struct mark_stream *s, const kvp_record *r, uint8_t kind, uint64_t gap, uint64_t now) {
     uint8_t stands = get(s->kind);
     if (kind == MARK_MEMSET) kind = stands; /* too short to be told apart */
-    if (stands == MARK_MEMSET) put(s->kind, stands = kind);
+    if (stands == MARK_MEMSET && kind != MARK_MEMSET) {
+        put(s->kind, stands = kind);
+        put(s->bytes, 0); /* what memsets write crosses no link */
+    }
     if (kind != stands || (kind == MARK_GRAPH && (uint32_t)r->src != s->graph)) {
         if (has_room(s)) return kvp_mark_place(s, unseen(s, now));
         put(s->flags, get(s->flags) | MARK_MIXED);
@@ -438,7 +441,7 @@ static __attribute__((noinline)) int changes(struct mark_stream *s, const kvp_re
     }
     if (kind == MARK_GRAPH) s->graph = (uint32_t)r->src;
     put(s->count, get(s->count) + 1);
-    put(s->bytes, get(s->bytes) + r->bytes);
+    if (kind != MARK_MEMSET || get(s->kind) == MARK_MEMSET) put(s->bytes, get(s->bytes) + r->bytes);
     if (kind >= MARK_WAIT || get(s->gappy)) put(s->after, get(s->after) | 128);
     kvp_mark_release(s);
     return placed;
