@@ -43,7 +43,7 @@ SIDEBAR = {
         "case-small-copies",
         "case-pinning",
     ),
-    "Use": ("requests", "sizing", "tiers", "verify", "gates", "agents", "library", "completion", "servers"),
+    "Use": ("requests", "sizing", "experts", "tiers", "verify", "gates", "agents", "library", "completion", "servers"),
     "Reference": ("commands", "causes", "recordings", "json", "environment", "api"),
     "Project": ("figures", "wire", "stability", "architecture", "contributing", "releasing", "security", "changelog"),
 }

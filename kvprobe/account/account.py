@@ -112,7 +112,7 @@ class GpuAccount:
 
     @property
     def waiting_share(self) -> float:
-        """Share of the time with something to do in which only copies ran, or the GPU waited for the host."""
+        """Share of the time with work to do in which only copies ran, or the GPU waited for the host."""
         return self.ns(*COPIES, *HOST) / self.asked_ns if self.asked_ns > 0 else 0.0
 
     @property

@@ -74,8 +74,9 @@ class LinkRate(NamedTuple):
 
 
 def links_of(joined: Joined, gpu: Activity) -> tuple[LinkRate, LinkRate]:
-    """The rates that this GPU's copies are compared with, to it and from it; 0 where it made none."""
-    made = [bool((gpu.copying & (gpu.direction == one)).any()) for one in (Direction.H2D, Direction.D2H)]
+    """The rates that this GPU's copies are compared with, to it and from it; 0 where it made none worth a word."""
+    moved = [int(gpu.bytes[gpu.copying & (gpu.direction == one)].sum()) for one in (Direction.H2D, Direction.D2H)]
+    made = [one > 0.01 * sum(moved) for one in moved]
     return (
         _link(joined, Direction.H2D) if made[0] else LinkRate(),
         _link(joined, Direction.D2H) if made[1] else LinkRate(),

@@ -58,14 +58,19 @@ class CheckedLimit:
 
 @click.command(short_help="Fail with an exit code when a recording breaks a limit.")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=GivenPath())
-@click.option("--max-blocked", metavar="SHARE|TIME", help="Time that one thread may lose in blocked calls: 1% or 20ms.")
+@click.option(
+    "--max-blocked",
+    metavar="SHARE|TIME",
+    help="Time that one thread may lose in blocked calls: 20ms, or 1% of the thread's time.",
+)
 @click.option("--max-submit-p50", metavar="TIME", help="Median host time of a submission: 5us.")
 @click.option("--max-submit-p99", metavar="TIME", help="99th percentile of the host time of a submission: 50us.")
 @click.option("--max-call", metavar="TIME", help="Host time of the longest submission: 1ms.")
 @click.option(
     "--max-lost",
     metavar="SHARE|TIME",
-    help="Time that one finding may cost, except findings about the profiler's own work: 5% or 100ms.",
+    help="Time that threads, copies or the GPU may lose by one finding: 100ms, or 5% of their time. The profiler's own "
+    "work does not count.",
 )
 @account_limits
 @click.option("--no", "banned", multiple=True, metavar="CAUSE", help="A cause that must not be found; may be repeated.")

@@ -249,7 +249,7 @@ def show(outcome: dict[str, Any]) -> None:
         *(f"{one['bytes_per_s'] / 1e9:.2f} ({link_share(one['bytes_per_s'] / link)})" for one in (shared, auto)),
     )
     table.add_section()  # of whole phases, before the switch and after it
-    table.add_row("whole phase: GB moved", *(f"{one['bytes'] / 1e9:.2f}" for one in (shared, auto)))
+    table.add_row("GB moved in the whole phase", *(f"{one['bytes'] / 1e9:.2f}" for one in (shared, auto)))
     console = Console()
     console.print(table)
     console.print(
@@ -275,7 +275,7 @@ def show(outcome: dict[str, Any]) -> None:
     memory = "simulated GPU memory" if outcome["provider"] == "host" else "GPU memory"
     console.print(
         f"compared each block that a request read, in CPU memory and in {memory}: "
-        f"all {outcome['bytes_verified'] / 1e9:.2f} GB are equal",
+        f"all {outcome['bytes_verified'] / 1e9:.2f} GB are equal (a block counts for each request that read it)",
         highlight=False,
     )
     console.print(f"report: {outcome['report']}", highlight=False)

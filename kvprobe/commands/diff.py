@@ -36,10 +36,10 @@ def command(before: Path, after: Path, output: Path | None, force: bool, as_json
     can lose time while the GPU computes.
 
     A call counts as slower or faster if its time changed by more than 5% and the 95% interval of the change (by block
-    bootstrap) does not include 1. "2.00x lower" means that the time before is twice the time after. An interval of
-    "1.50x to 2.50x" means that the data fit every factor in it. "unchanged" means that the whole interval lies near the
-    time before, and gives it in percent of this time. "unsure" means that the data do not tell whether the call became
-    faster or slower.
+    bootstrap) does not include 1. The column "Change" says by how much. "2.00x lower" means that the time before is
+    twice the time after, and its interval "1.50x to 2.50x" that every factor in between fits the data. "unchanged"
+    means that the time differs little: "-5% to +2%" means from 5% less to 2% more time than before. "unsure" means that
+    the data do not tell whether the call became faster or slower.
 
     A recording that is cut off, empty or does not show enough cannot prove that a finding is gone. The result is then
     undecided, and the exit code is 1. --from, --to and --range compare a part of each recording.
@@ -112,7 +112,7 @@ def _print(conclusion: Conclusion, changes: list[FindingChange], calls: list[Cal
     from rich.text import Text
 
     from kvprobe.commands._reading import plain
-    from kvprobe.reporting.compare import VERDICTS, interval
+    from kvprobe.reporting.compare import interval
     from kvprobe.reporting.compared import cost_text
     from kvprobe.reporting.units import change_text, duration
 
@@ -154,16 +154,20 @@ def _print(conclusion: Conclusion, changes: list[FindingChange], calls: list[Cal
         header_style="dim",
     )
     wide = console.width >= 78
-    for name in ("Call", "Before", "After", "Change", *(["95% interval"] if wide else []), ""):
+    moved_much = any({one.median.verdict, one.p99.verdict} & {"faster", "slower"} for one in calls)
+    names = ("Call", "Before", "After", "Change", *(["95% interval"] if wide else []), *(["Verdict"] * moved_much))
+    for name in names:
         grid.add_column(
-            name, justify="left" if name in ("Call", "") else "right", no_wrap=name != "Call", overflow="fold"
+            name, justify="left" if name in ("Call", "Verdict") else "right", no_wrap=name != "Call", overflow="fold"
         )
     for one in calls:
         grid.add_row(Text(plain(one.name)), f"{one.calls_before:,}", f"{one.calls_after:,}")
         for figure, moved in (("median", one.median), ("p99", one.p99)):
-            verdict = Text(VERDICTS[moved.verdict], style=styles.get(moved.verdict, "dim"))
             times = duration(moved.before), duration(moved.after)
             moved_by = "unchanged" if moved.verdict == "same" else change_text(moved.ratio)
-            sure = "" if moved.verdict == "unsure" else interval(moved)
-            grid.add_row(f"  {figure}", *times, "" if not sure else moved_by, *([sure] if wide else []), verdict)
+            sure, verdict = interval(moved), Text(moved.verdict, style=styles.get(moved.verdict, "dim"))
+            if moved.verdict == "unsure":
+                moved_by, sure = "unsure", ""
+            shown = verdict if moved.verdict in ("faster", "slower") else Text("")
+            grid.add_row(f"  {figure}", *times, moved_by, *([sure] if wide else []), *([shown] * moved_much))
     console.print(grid)

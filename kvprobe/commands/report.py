@@ -13,6 +13,7 @@ from kvprobe.output import REPORT
 
 if TYPE_CHECKING:
     from kvprobe.diagnosis import Examination
+    from kvprobe.diagnosis.finding import Finding
     from kvprobe.diagnosis.verdict import Verdict
     from kvprobe.recordings.model import Recording
 
@@ -54,7 +55,6 @@ def command(
     from kvprobe.diagnosis.verdict import of_recording
     from kvprobe.recordings.merge import DIFFERENT_RUNS
     from kvprobe.reporting.account import account_lines
-    from kvprobe.reporting.units import duration
 
     recording, findings, queues, apart = diagnosed_apart(inputs, quiet=quiet, window=window)
     verdict = of_recording(recording, findings)
@@ -86,17 +86,25 @@ def command(
             for one in named[1:]:
                 click.echo(plain(f"also: {one.title} ({one.cause})"))
             for one in [one for one in told if one.severity == "info"]:
-                click.echo(plain(f"also, for information: {one.title} ({one.cause})"))
+                click.echo(plain(f"also, for information: {one.title}{_waited(one)} ({one.cause})"))
         else:
             said = f"{verdict.reason}{NO_CAUSE}" if verdict.state == "found" else verdict.reason
             click.echo(plain(f"{'Warning' if verdict.state == 'found' else 'Healthy'}: {said}."))
             for one in [one for one in findings if not one.abstains and one.lost_ns][:1]:
-                cost = f", which cost the GPU {duration(one.device_ns) if one.device_ns else 'nothing'}"
-                click.echo(plain(f"For information: {one.title}{cost if one.device_ns is not None else ''}"))
+                click.echo(plain(f"For information: {one.title}{_waited(one)}"))
         _print_beside(recording)
         click.echo(f"{path}")
     if show:
         click.launch(path.resolve().as_uri())
+
+
+def _waited(finding: Finding) -> str:
+    """How long the GPU waited for what threads or copies lost, behind a finding's title; "" where no GPU was seen."""
+    from kvprobe.reporting.units import duration
+
+    if finding.device_ns is None or finding.lost_on in ("device", "none"):
+        return ""
+    return f"; the GPU waited {duration(finding.device_ns)} for it" if finding.device_ns else "; the GPU did not wait"
 
 
 def _print_beside(recording: Recording) -> None:

@@ -37,7 +37,7 @@ __all__ = ["command"]
     default=2.0,
     show_default=True,
     metavar="PERCENT",
-    help="How much of the time looks may take in the program's threads. With less, fewer pages are looked at.",
+    help="Share of the program's time that kvprobe may use to look at pages. With less, it looks at fewer pages.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object; COMMAND's output goes to stderr.")
 def command(
@@ -45,14 +45,15 @@ def command(
 ) -> int:
     """Run COMMAND and compare the bytes that its copies load to the GPU with those that its copies had stored.
 
-    The program needs no change. kvprobe looks at a sample of the pages of pinned memory: when a copy from the GPU is
-    over, when a later copy loads the page, and while that copy is under way. A mismatch names the block, both times and
-    the calls.
+    The program needs no change. kvprobe looks three times at each page of a sample of the pinned memory: after a store
+    to this page has ended, when a later copy loads the page, and while this load runs. A mismatch names the block, both
+    times and the calls.
 
-    Bytes that changed under a load are a bug. Bytes that changed between store and load were written by something that
-    kvprobe does not see, which may be the program itself on purpose. An allocation whose bytes change before most of
-    its loads counts as a buffer that the program rewrites. Where nothing was compared, kvprobe says "cannot tell", and
-    why. The exit code is COMMAND's. The run folder also holds the recording and the report of `kvprobe run`.
+    Bytes that changed during a load are a bug. Bytes that changed between store and load were written by something that
+    kvprobe does not see, which may be the program itself on purpose. If an allocation's bytes change before most of its
+    loads, the program rewrites this buffer. Then kvprobe reports no mismatch for it, and says so: it would not see a
+    bug there. Where nothing was compared, kvprobe says "cannot tell", and why. The exit code is COMMAND's. The run
+    folder also holds the recording and the report of `kvprobe run`.
     """
     if not words:
         raise UsageError("no command was given: kvprobe verify [OPTIONS] -- COMMAND [ARGUMENT...]")

@@ -153,7 +153,7 @@ def _by_quota(joined: JoinedRecording, notes: Array) -> tuple[int, float]:
 def _quota_evidence(throttled: int) -> list[Evidence]:
     if not throttled:
         return []
-    text = f"up to {ms(throttled)} of it while the control group's CPU quota was used up"
+    text = f"for up to {ms(throttled)} of this time, the CPU quota of the control group was used up"
     return [Evidence(text, throttled, "ns", LINUX)]
 
 
@@ -230,7 +230,7 @@ def _between_calls(joined: JoinedRecording, between: _CpuWait, inside: _CpuWait 
         *_quota_evidence(throttled),
     ]
     if inside:
-        text = f"{len(inside.rows):,} submissions waited for a CPU inside the call, another {ms(inside.lost_ns)}"
+        text = f"{len(inside.rows):,} submissions waited another {ms(inside.lost_ns)} for a CPU, inside the call"
         evidence.append(Evidence(text, inside.lost_ns, "ns", LINUX))
         joined.host.claim(CAUSE, inside.rows, inside.ns)
     return joined.finding(
@@ -247,5 +247,5 @@ def _between_calls(joined: JoinedRecording, between: _CpuWait, inside: _CpuWait 
         ),
         evidence=evidence,
         cure=_cure(by_quota),
-        reason="what the thread would have done in that time is not recorded: one that only polls loses nothing",
+        reason="what the thread would have done in that time is not recorded: a thread that only polls loses nothing",
     )

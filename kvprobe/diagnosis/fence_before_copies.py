@@ -65,7 +65,7 @@ def _of_calls(joined: JoinedRecording, found: Full, told: int) -> list[Evidence]
     """What the blocked calls took, and by what they are known; `told`: waits of their streams for an event."""
     rows, lost = found.rows["fence"], int(found.ns["fence"].sum())
     behind_what = (
-        "while nothing of their stream executed"
+        "while their stream executed nothing"
         if joined.recording.has_executions
         else "the first since their stream was told to wait for an event, and far longer than the calls after them"
         if told
@@ -74,7 +74,7 @@ def _of_calls(joined: JoinedRecording, found: Full, told: int) -> list[Evidence]
     outstanding, longest = range_of(joined.occupancy.depth[rows]), int(joined.dur[rows].max())
     return [
         Evidence(
-            f"{len(rows):,} submissions blocked with {outstanding} outstanding, {behind_what}: {ms(lost)} in all",
+            f"{len(rows):,} submissions blocked for {ms(lost)}, with {outstanding} outstanding, {behind_what}",
             lost,
             "ns",
             MEASURED,
@@ -91,23 +91,29 @@ def _of_the_fence(joined: JoinedRecording, found: Full, told: int, behind: int) 
         text = f"their streams had been told {told:,} times to wait for an event"
         evidence.append(Evidence(text, told, "calls", COUNTED))
     if behind:
-        text = f"kernels of other streams ran during most of {behind} of them: the work that their stream waited for"
+        text = f"during {_most_of(behind, len(rows))}, kernels of other streams ran: their stream waited for these"
         evidence.append(Evidence(text, behind, "calls", INFERRED))
         return evidence
     copying = joined.busy(Engine.COPY).within(joined.start[rows], joined.end[rows])
     copied = int((2 * copying > ns).sum())
     if copied:
-        text = f"copies of other streams ran during most of {copied} of them: the work that their stream waited for"
+        text = f"during {_most_of(copied, len(rows))}, copies of other streams ran: their stream waited for these"
         evidence.append(Evidence(text, copied, "calls", INFERRED))
     ran = joined.busy(*Engine).within(joined.start[rows], joined.end[rows])
     idle = int((2 * ran < ns).sum()) if joined.recording.has_executions else 0
     if not copied and idle:
         text = (
-            f"nothing ran on the GPU during most of {idle} of them: their stream waited for something outside of the "
-            "GPU, and no change below shortens that wait"
+            f"during {_most_of(idle, len(rows))}, nothing ran on the GPU: their stream waited for something outside of "
+            "the GPU, and no change below shortens that wait"
         )
         evidence.append(Evidence(text, idle, "calls", INFERRED))
     return evidence
+
+
+def _most_of(count: int, calls: int) -> str:
+    """So many of the blocked calls, of each of which most is meant."""
+    whole = f"{count:,} of the {calls:,} blocked calls"
+    return f"most of {whole if calls > count else f'each of the {calls:,} blocked calls' if calls > 1 else 'this call'}"
 
 
 def _of_copies(joined: JoinedRecording, found: Full) -> tuple[Change, ...]:
@@ -131,9 +137,8 @@ def _of_copies(joined: JoinedRecording, found: Full) -> tuple[Change, ...]:
             share=spared(joined, found, "fence", BATCHED),
         ),
         Change(
-            f"Spread the copies over several streams that wait for the same event, up to the {channels} channels "
-            f"(kvprobe's engine: "
-            "pooled; for servers `kvprobe run --fix auto`)",
+            f"Spread the copies over up to {channels} streams, one for each channel, that wait for the same event "
+            "(kvprobe's engine: policy pooled; servers: `kvprobe run --fix auto`)",
             "rung",
             "pooled",
             "auto",

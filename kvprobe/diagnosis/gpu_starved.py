@@ -38,11 +38,11 @@ _MOST = 0.9  # of the preparation that fits beside the GPU's work: where less do
 _HALF = 0.5  # where less than this fits, a shorter preparation comes first
 MOVE = "Prepare the next step while the current one runs"
 SHORTEN = (
-    "Make the preparation of a step shorter, and do it while the GPU runs the step before. To move it alone saves "
-    "little, because the GPU's part of a step is short"
+    "Make the preparation of a step shorter, and do it while the GPU runs the step before. The second alone saves "
+    "little, because the GPU works for a shorter time than the preparation takes"
 )
 OPTIONS = {
-    "DataLoader": "In a data loader: let workers of its own load the data (num_workers, pin_memory)",
+    "DataLoader": "In a data loader: load the data in worker processes (num_workers, pin_memory)",
     "vLLM": "In vLLM: --async-scheduling",
     "SGLang": "In SGLang: leave its overlap schedule on",
 }
@@ -97,7 +97,7 @@ def _evidence(gaps: Gaps, mine: Array, lost: int, beside: int, span: int) -> lis
     said = [
         Evidence(
             f"in {len(ns):,} gaps of at least 200 µs, the GPU ran nothing and the thread that launches was in no CUDA "
-            f"call: together {ms(lost)}, {share(lost, span)} of the serving window",
+            f"call: together {ms(lost)}, {share(lost, span)} of the serving window. Shorter gaps do not count",
             lost,
             "ns",
             MEASURED,
@@ -113,8 +113,8 @@ def _evidence(gaps: Gaps, mine: Array, lost: int, beside: int, span: int) -> lis
     if beside < 0.995 * lost:
         said.append(
             Evidence(
-                f"at most {ms(beside)} of these {ms(lost)} of preparation fit beside the GPU's work, because the GPU "
-                "works for too short a time between the gaps",
+                f"at most {ms(beside)} of these {ms(lost)} can run beside the GPU's work: before some gaps, the GPU "
+                "works for a shorter time than the preparation takes",
                 beside,
                 "ns",
                 INFERRED,

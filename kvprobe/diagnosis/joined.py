@@ -53,9 +53,8 @@ __all__ = ["SLOW_NS", "JoinedRecording", "Ledger", "ms", "share", "size"]
 
 SLOW_NS = 60_000  # a submission this long is worth an explanation: ten times any recorder's cost per call
 CRITICAL, WARNING = 0.10, 0.01
-LOUD = (
-    0.3  # of a GPU's time with something to do: what no cause explains is critical from here, a warning from CRITICAL
-)
+ALIKE = 0.98  # what GPUs lost: closer together, a title names none of them
+LOUD = 0.3  # of a GPU's time with work to do: what no cause explains is critical from here, a warning from CRITICAL
 
 
 def size(count: float) -> str:
@@ -86,7 +85,7 @@ def of_the_time(ns: int, gpu: GpuAccount) -> str:
     Pauses are spoken of where they change the figure.
     """
     part = share(ns, gpu.asked_ns)
-    return f"{part} of the time" + ("" if part == share(ns, gpu.window_ns) else " with something to do")
+    return f"{part} of the time" + ("" if part == share(ns, gpu.window_ns) else " with work to do")
 
 
 class Ledger:
@@ -107,6 +106,20 @@ class Ledger:
         fresh = (got > 0) & (self.owner[rows] < 0)
         self.owner[rows[fresh]] = self.causes.index(cause)
         return got
+
+
+def _of_gpus(title: str, device: Array, lost: Array) -> str:
+    """The title of what executions on several GPUs lost: the worst one's time; where copies are counted, the sum."""
+    gpus, place = np.unique(device, return_inverse=True)
+    if len(gpus) < 2 or "{lost}" not in title:
+        return title
+    if "{calls}" in title:
+        return f"{title}, added up over {len(gpus)} GPUs"
+    each = np.bincount(place, weights=lost)
+    worst = int(each.argmax())
+    alike = each.min() > ALIKE * each.max()
+    whose = f"each of {len(gpus)} GPUs" if alike else f"GPU {gpus[worst]} (the worst of {len(gpus)})"
+    return title.replace("{lost}", f"{ms(int(each[worst]))} on {whose}")
 
 
 class JoinedRecording(Joined):
@@ -487,9 +500,7 @@ class JoinedRecording(Joined):
         loss = Loss(int(got.sum()), len(rows), lost_on, window, span, places, calls)
         device = self.recording.executions["device"][rows]
         explained = self.explainer.copies(cause, self.x_start[rows], self.x_end[rows], loss.ns, device)
-        gpus = len(distinct(self.recording.executions["device"][rows] + 1))
-        title += f", added up over {gpus} GPUs" if gpus > 1 and "{lost}" in title else ""
-        return self._finding(cause, title, confidence, loss, explanation, explained)
+        return self._finding(cause, _of_gpus(title, device, got), confidence, loss, explanation, explained)
 
     def finding(
         self, cause: str, title: str, confidence: Confidence, loss: Loss, **explanation: Unpack[Explanation]
@@ -518,7 +529,7 @@ class JoinedRecording(Joined):
     ) -> Finding | None:
         """What is left of lines of a GPU's account, under the lines' own name; less than a tenth stays in the account.
 
-        It is as loud as its share of the time with something to do.
+        It is as loud as its share of the time with work to do.
         """
         part = loss.ns / gpu.asked_ns if gpu.asked_ns > 0 else 0.0
         if part < CRITICAL:
@@ -585,6 +596,8 @@ class JoinedRecording(Joined):
         line = next((call.line for call in loss.calls if call.line), "")
         if explained.saved_ns is not None:
             possible = min(loss.ns, explained.saved_ns)
+            if explained.device_ns == 0 and possible < LEAST_NS:
+                possible = 0  # no GPU waited, so what is left is a trifle of the model's
         elif confidence != "cannot tell" and loss.on != "none":
             possible = self.explainer.take_of_thread(loss.ns)
         else:

@@ -233,11 +233,11 @@ def _of_calls(joined: JoinedRecording, found: Full) -> list[Evidence]:
     baseline, typical = float(np.median(joined.occupancy.baseline_ns[rows])), float(np.median(joined.dur[rows]))
     own = _mostly(joined, rows, found.ns["saturation"])
     others = len(rows) - len(own)
-    beside = f" ({others:,} calls that lost most of their time to something else are left out)" if others else ""
+    beside = f". This leaves out {others:,} calls that lost most of their time to something else" if others else ""
     evidence = [
         Evidence(
-            f"{len(rows):,} calls began with {range_of(joined.occupancy.depth[rows])} submissions outstanding, which "
-            f"means a full queue, and lost {ms(lost)}",
+            f"{len(rows):,} calls met a full queue, with {range_of(joined.occupancy.depth[rows])} submissions "
+            f"outstanding, and lost {ms(lost)}",
             lost,
             "ns",
             LABELLED if labelled else MEASURED if found.how == "plateau" else INFERRED,
@@ -253,7 +253,8 @@ def _of_calls(joined: JoinedRecording, found: Full) -> list[Evidence]:
     if labelled:
         evidence.append(
             Evidence(
-                f"the recorder labels {ms(labelled)} as command buffer full; inference alone finds {ms(inferred)}",
+                f'the recorder labels {ms(labelled)} of these calls "command buffer full"; without these labels, '
+                f"kvprobe finds {ms(inferred)}",
                 labelled,
                 "ns",
                 LABELLED,
@@ -274,7 +275,7 @@ def _of_queues(found: Full) -> list[Evidence]:
                 + (
                     f": a weak sign here, because operations end so often that {first.chance:.0%} would by chance"
                     if first.chance >= 0.5
-                    else f"; by chance it would be {first.chance:.0%}"
+                    else f"; by chance, {first.chance:.0%} would"
                 ),
                 first.aligned,
                 "1",
@@ -285,8 +286,8 @@ def _of_queues(found: Full) -> list[Evidence]:
         before, after = sum(q.before for q in found.queues), sum(q.after for q in found.queues)
         evidence.append(
             Evidence(
-                f"{before:,} operations were in flight when the recording began "
-                f"and {after:,} when it ended; both are counted",
+                f"{before:,} submissions were outstanding when the recording began and {after:,} when it ended: they "
+                "count as well",
                 before,
                 "1",
                 INFERRED,
@@ -309,7 +310,8 @@ def _of_kinds(kinds: Array, ns: Array) -> list[Evidence]:
         mine = kinds == kind
         if mine.any():
             lost = int(ns[mine].sum())
-            text = f"{int(mine.sum()):,} of these calls are {name}: {share(lost, int(ns.sum()))} of the time lost"
+            part = f"{share(lost, int(ns.sum()))} of the time lost"
+            text = f"all of these calls are {name}" if mine.all() else f"{int(mine.sum()):,} of them are {name}: {part}"
             evidence.append(Evidence(text, lost, "ns", MEASURED))
     return evidence
 

@@ -1,4 +1,4 @@
-"""The link runs at its full rate and the GPU waits for it: these bytes cannot be copied faster.
+"""The link runs at its full rate, and the GPU waits for it.
 
 Mechanism: moving the bytes takes longer than the computation that runs at the same time.
 
@@ -6,6 +6,10 @@ Signature: over the recording, one direction of the link is busy for at least 80
 of the link's rate or more. For at least 30% of this busy time, no kernel of the process runs. The process has kernels,
 and most of the time without kernels lies between kernels. (What is copied before the first kernel, such as weights that
 are loaded once, or after the last one does not show that a model waits.)
+
+The link's rate is the machine's figure if the recording has one. Otherwise it is the rate of the fastest large copies
+in the recording. If this rate is below 44 GB/s, the finding is only likely: the link may carry more, because PCIe 5.0
+x16 carries 55 GB/s.
 
 Other findings about copies come first: small, redundant or slow copies, and copies that could have run beside kernels.
 This finding counts only the time of the copy engine that they leave. A finding about a thread, such as a full launch
@@ -29,7 +33,7 @@ from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Find
 from kvprobe.diagnosis.joined import DIRECTIONS, Array, JoinedRecording, ms, share
 from kvprobe.diagnosis.weights_not_overlapped import CAUSE as WEIGHTS
 from kvprobe.recordings.intervals import Cover, distinct
-from kvprobe.recordings.link_rate import PCIE_5
+from kvprobe.recordings.link_rate import ASSUMED, FROM_COPIES, PCIE_5
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
 
 CAUSE = cause_of(__name__)
@@ -39,6 +43,8 @@ FEWER = Change(
     "Move fewer bytes: a smaller KV type (fp8), more reuse on the GPU, a larger GPU share for weights", "setting"
 )
 
+SPREAD = Change("Use a faster link, or spread the copies over the links of several GPUs", "setting")
+FASTER = Change("Use a faster link", "setting")
 FEWER_WEIGHTS = Change("Move fewer bytes: keep more of the weights on the GPU, or hold them in fewer bits", "setting")
 
 
@@ -75,7 +81,7 @@ def open_question(joined: JoinedRecording) -> Finding | None:
                     f"{name}: the link carries {rate / 1e9:.1f} GB/s",
                     rate,
                     "bytes/s",
-                    how if known else "assumed: PCIe 5.0 x16",
+                    how if known else ASSUMED,
                 ),
             ]
     if not chosen:
@@ -99,6 +105,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     evidence: list[Evidence] = []
     kernel = table["engine"] == Engine.KERNEL
     several = len(distinct(table["device"] + 1)) > 1
+    slow = _slow_link(joined)
     for process in distinct(table["process"]).tolist():
         mine = kernel & (table["process"] == process)
         if not mine.any():
@@ -111,27 +118,56 @@ def find(joined: JoinedRecording) -> Finding | None:
         copying, others = Cover(joined.x_start[rows], joined.x_end[rows]), _explained(joined, process, compute)
         exposed = copying.total_ns - copying.intersect_ns(compute)
         left = copying.total_ns - copying.intersect_ns(others)  # both directions at once are one wait
-        alone = joined.x_dur[rows] - others.within(joined.x_start[rows], joined.x_end[rows])
+        alone = joined.x_dur[rows] - compute.within(joined.x_start[rows], joined.x_end[rows])
+        alone = np.minimum(alone, joined.device.free_ns[rows])
         chosen.append(rows)
         losses.append((alone * (left / max(int(alone.sum()), 1))).astype(np.int64))
-        if exposed - left >= 0.005 * exposed:
-            gpu = f"{_gpu(joined, rows)}: " if several else ""
-            text = f"{gpu}other findings explain {ms(exposed - left)} of the {ms(exposed)} in which only copies ran"
-            evidence.append(Evidence(text, exposed - left, "ns", INFERRED))
+        gpu = f"{_gpu(joined, rows)}: " if several else ""
+        every = joined.busy(Engine.COPY, process=process)
+        other = every.total_ns - every.intersect_ns(compute) - exposed
+        evidence += _of_gpu(gpu, exposed, exposed - left, other)
     if not chosen:
         return None
     rows = np.concatenate(chosen)
     return joined.device_finding(
         CAUSE,
         "The link is the limit: only copies ran for {lost}, at the link's full rate",
-        "certain",
+        "likely" if slow else "certain",
         rows,
         np.concatenate(losses),
         evidence=evidence,
-        cure=(
-            *_fewer(joined),
-            Change("Use a faster link, or spread the copies over the links of several GPUs", "setting"),
-        ),
+        reason=_doubt(slow),
+        cure=(*_fewer(joined), FASTER if several else SPREAD),
+    )
+
+
+def _of_gpu(gpu: str, exposed: int, explained: int, other: int) -> list[Evidence]:
+    """How long these copies ran alone on one GPU, what is left for this finding, and how long `other` ones did."""
+    evidence = [Evidence(f"{gpu}these copies ran for {ms(exposed)} while no kernel did", exposed, "ns", MEASURED)]
+    if explained >= 0.005 * exposed:
+        left = ms(exposed - explained)
+        text = f"{gpu}other findings explain {ms(explained)} of these {ms(exposed)}; {left} are left"
+        evidence.append(Evidence(text, explained, "ns", INFERRED))
+    if other >= 0.01 * exposed:
+        text = f"{gpu}only other copies ran for another {ms(other)}, such as copies inside the GPU"
+        evidence.append(Evidence(text, other, "ns", MEASURED))
+    return evidence
+
+
+def _slow_link(joined: JoinedRecording) -> float:
+    """The rate of a link that only its own copies tell, and that is slow for a PCIe 5.0 link; 0: neither is so."""
+    known = [joined.link(one) for one in (Direction.H2D, Direction.D2H)]
+    rate = max((rate for rate, how in known if how == FROM_COPIES), default=0.0)
+    return rate if rate < FULL * PCIE_5 else 0.0
+
+
+def _doubt(slow: float) -> str:
+    """What speaks against it, where the link may be able to carry more."""
+    if not slow:
+        return ""
+    return (
+        f"the link may carry more: {slow / 1e9:.1f} GB/s is what its fastest copies reached here. PCIe 5.0 x16 carries "
+        f"{PCIE_5 / 1e9:.0f} GB/s, and `kvprobe doctor` measures yours"
     )
 
 
@@ -177,16 +213,22 @@ def _full_link(
     name = f"{gpu}{DIRECTIONS[direction]}"
     evidence += [
         Evidence(
-            f"{name}: {moved / 1e9:.3g} GB at {reached / 1e9:.1f} GB/s; the link was busy for "
-            f"{share(copying.total_ns, joined.span_ns)} of the serving window",
+            f"{name}: copies ran for {share(copying.total_ns, joined.span_ns)} of the serving window and moved "
+            f"{moved / 1e9:.3g} GB at {reached / 1e9:.1f} GB/s",
             reached,
             "bytes/s",
             MEASURED,
         ),
-        Evidence(f"{name}: the link carries {rate / 1e9:.1f} GB/s", rate, "bytes/s", how),
-        Evidence(f"{name}: no kernel ran during {ms(exposed)} of these copies", exposed, "ns", MEASURED),
+        Evidence(f"{name}: {_full_rate(rate, how)}", rate, "bytes/s", MEASURED if how == FROM_COPIES else how),
     ]
     return rows
+
+
+def _full_rate(rate: float, how: str) -> str:
+    """What counts as the link's full rate."""
+    if how == FROM_COPIES:
+        return f"the fastest large copies reached {rate / 1e9:.1f} GB/s, which counts as the link's full rate"
+    return f"the link carries {rate / 1e9:.1f} GB/s"
 
 
 def _explained(joined: JoinedRecording, process: int, compute: Cover) -> Cover:

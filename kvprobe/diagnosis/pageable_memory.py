@@ -126,8 +126,8 @@ def _waited_for_ns(joined: JoinedRecording, rows: Array) -> tuple[float, int]:
 def _of_link(untold: int) -> list[Evidence]:
     """Why no saving is predicted, where none is; `untold` as `_waited_for_ns` counts."""
     text = (
-        f"{untold:,} of these copies are waited for by the thread's next call. How much pinned memory saves there "
-        "cannot be told, because no large copy of pinned memory shows the link's rate"
+        f"the thread waits for {untold:,} of these copies in its next call. Pinned memory makes them faster, but it is "
+        "not known by how much: the recording has no large copy of pinned memory to compare with"
     )
     return [Evidence(text, untold, "calls", COUNTED)] if untold else []
 
@@ -136,6 +136,7 @@ def _of_calls(joined: JoinedRecording, rows: Array, lost: int, pageable: Array) 
     """What they took and moved, and by what they are known; `pageable`: mask of all such calls."""
     moved = int(joined.bytes[rows].sum())
     rate = moved / max(int(joined.dur[rows].sum()), 1) * 1e9
+    others = int(pageable.sum()) - len(rows)
     return [
         Evidence(
             f"{len(rows):,} copies of pageable host memory blocked their threads for {ms(lost)} beyond the cost of a "
@@ -145,7 +146,8 @@ def _of_calls(joined: JoinedRecording, rows: Array, lost: int, pageable: Array) 
             MEASURED,
         ),
         Evidence(
-            f"the recorder says that the host memory of each is pageable ({int(pageable.sum()):,} such copies in all)",
+            "the recorder says that their host memory is pageable"
+            + (f"; {others:,} more such copies returned quickly" if others > 0 else ""),
             int(pageable.sum()),
             "calls",
             LABELLED.replace("labelled", "named"),
@@ -160,7 +162,7 @@ def _of_pinned(joined: JoinedRecording, pinned: Array) -> list[Evidence]:
         return []
     typical = float(np.median(joined.dur[pinned]))
     count = int(pinned.sum())
-    text = f"copies of pinned memory in the same recording return after {ms(typical)} (median of {count})"
+    text = f"calls that copy pinned memory return after {ms(typical)} in this recording (median of {count:,})"
     return [Evidence(text, typical, "ns", MEASURED)]
 
 

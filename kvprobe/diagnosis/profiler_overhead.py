@@ -43,17 +43,17 @@ def find(joined: JoinedRecording) -> Finding | None:
         severity="info",
         evidence=(
             Evidence(
-                f"{len(rows):,} slow calls overlap intervals that the recorder labelled as its own work",
+                f"{len(rows):,} slow calls ran at times that the recorder labels as its own work",
                 len(rows),
                 "calls",
                 LABELLED,
             ),
-            Evidence(f"those intervals last {ms(cover.total_ns)} in all", cover.total_ns, "ns", LABELLED),
-            Evidence(f"the overlap is {ms(int(overlap.sum()))}", int(overlap.sum()), "ns", MEASURED),
+            Evidence(f"the recorder worked for {ms(cover.total_ns)} in all", cover.total_ns, "ns", LABELLED),
+            Evidence(f"{ms(int(overlap.sum()))} of this lie in these calls", int(overlap.sum()), "ns", MEASURED),
         ),
         cure=(
             Change(
-                "Change nothing in the program: ignore these calls, or record with kvprobe's own interposer",
+                "Change nothing in the program: ignore these calls, or record with `kvprobe run`, which costs less",
                 "recording",
             ),
             Change("With Nsight Systems, use a shorter capture window or a larger --cuda-flush-interval", "recording"),

@@ -12,8 +12,8 @@ microseconds between two copies of a stream count, too, if the second copy was a
 no kernel of the process runs, because nothing waits for a store that runs beside compute. The link's rate is the
 machine's figure if the recording has one. Otherwise kvprobe takes the rate of the largest copies in the recording. If
 there are only small copies, and their sizes differ by a factor of four, kvprobe takes the rate at which copies become
-longer with their bytes. Otherwise, if half of the copies take less than 6 µs, kvprobe assumes 25 GB/s, and the finding
-is only likely. Copies that take longer on a link of unknown speed do not count.
+longer with their bytes. Otherwise, if half of the copies take less than 6 µs, kvprobe assumes 55 GB/s (PCIe 5.0
+x16), and the finding is only likely. Copies that take longer on a link of unknown speed do not count.
 
 Predicted saving: if the recording has addresses, joining neighbours saves the extra time of every copy that begins
 where the copy before it ends, at the source and at the destination. If the recording has no addresses or no neighbours,
@@ -28,9 +28,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
-from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
+from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, distinct
+from kvprobe.recordings.link_rate import ASSUMED, PCIE_5
 from kvprobe.recordings.model import Direction, Engine, Memory
 
 CAUSE = cause_of(__name__)
@@ -123,7 +124,7 @@ def _rate(joined: JoinedRecording, direction: Direction, rows: Array) -> _Rate:
         return _Rate(rate, how)
     if float(np.median(joined.x_dur[rows])) > FIXED_NS:
         return _Rate(0.0, "")  # slow for their size on a link of unknown speed: a fixed cost looks like a slow link
-    return _Rate(25e9, "assumed: no large copy in the recording shows the link's rate", assumed=True)
+    return _Rate(PCIE_5, ASSUMED, assumed=True)
 
 
 @dataclass(frozen=True)
@@ -200,17 +201,17 @@ def _side(joined: JoinedRecording, direction: Direction) -> _Side | None:
     typical = int(np.median(table["bytes"][rows]))
     reached = int(table["bytes"][rows].sum()) / max(took, 1) * 1e9
     name = "loads" if direction == Direction.H2D else "stores"
-    gives = "is taken to give" if rate.assumed else "gives"
+    carries = "is assumed to carry" if rate.assumed else "carries"
     runs = _runs(joined, rows, excess, name)
     evidence = [
         Evidence(
-            f"{len(rows):,} {name} of {typical / 1024:.3g} KiB (median) kept the engine busy for "
+            f"{len(rows):,} {name} of {typical / 1024:.3g} KiB (median) kept the copy engine busy for "
             f"{ms(took)} at {reached / 1e9:.2f} GB/s",
             reached,
             "bytes/s",
             MEASURED,
         ),
-        Evidence(f"the link {gives} {rate.bytes_per_s / 1e9:.1f} GB/s", rate.bytes_per_s, "bytes/s", rate.how),
+        Evidence(f"the link {carries} {rate.bytes_per_s / 1e9:.1f} GB/s", rate.bytes_per_s, "bytes/s", rate.how),
         *([runs.evidence] if runs else []),
     ]
     return _Side(rows, excess, between, rate.assumed, runs, evidence)
@@ -224,15 +225,14 @@ def _saving(joined: JoinedRecording, sides: list[_Side]) -> tuple[list[Evidence]
     known = [side.runs for side in sides if side.runs]
     merged_ns = sum(runs.excess_ns for runs in known)
     merge = bool(known) and merged_ns / total > BATCH_GAIN
-    saving = merged_ns / total if merge else BATCH_GAIN
     evidence = [
         Evidence(f"submitting them one by one took the host {ms(host)}", host, "ns", MEASURED),
         Evidence(
-            f"joining the runs would save {ms(merged_ns)}"
+            f"the runs hold {share(merged_ns, total)} of this extra time: joining each run into one copy saves it"
             if merge
-            else f"a batch call would save at least {ms(saving * total)}",
-            saving * total,
-            "ns",
+            else "a batch call is 2.6 times faster than a loop of such copies (measured on an H200)",
+            merged_ns / total if merge else BATCH_GAIN,
+            "1",
             INFERRED,
         ),
     ]
@@ -259,7 +259,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     between = sum(side.between_ns for side in sides)
     evidence = [one for side in sides for one in side.evidence]
     if between:
-        text = f"between them the engine spent another {ms(between)} although the next one waited"
+        text = f"between these copies, the engine paused for another {ms(between)}, although the next copy waited"
         evidence.append(Evidence(text, between, "ns", MEASURED))
     saved, cure = _saving(joined, sides)
     span = joined.span_ns * max(len(np.unique(joined.recording.executions["process"][rows])), 1)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.finding import INFERRED, MEASURED, Evidence, Finding, cause_of
+from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import CRITICAL, JoinedRecording, ms
 
 CAUSE = cause_of(__name__)
@@ -27,6 +27,8 @@ def find(joined: JoinedRecording) -> Finding | None:
     left = np.minimum(joined.host.free_ns[rows], joined.excess_of(rows))
     rows, left = rows[left > 0], left[left > 0]
     lost = int(left.sum())
+    records = int((~joined.submits[rows]).sum())
+    noun = "calls" if records else "submissions"
     least = max(CRITICAL * joined.caller_span_ns(rows), OF_WINDOW * joined.span_ns) if len(rows) == 1 else 0
     if not len(rows) or lost < least:
         return None  # one slow call in a recording is an accident, unless its thread did little else
@@ -34,13 +36,15 @@ def find(joined: JoinedRecording) -> Finding | None:
     known = (deep >= 0) & joined.recording.has_executions  # without executions depth is inferred where a queue was full
     evidence = [
         Evidence(
-            f"{len(rows):,} submissions took {ms(lost)} longer than calls of the same name usually do; the longest "
+            f"{len(rows):,} {noun} took {ms(lost)} longer than calls of the same name usually do; the longest "
             f"{ms(int(joined.dur[rows].max()))}",
             lost,
             "ns",
             MEASURED,
         ),
     ]
+    if records:
+        evidence.append(Evidence(f"among these calls are {records:,} that record an event", records, "calls", COUNTED))
     if known.any():
         evidence.append(
             Evidence(
@@ -59,7 +63,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         stacks = ""
     return joined.open_question(
         CAUSE,
-        "{calls} slow submissions without a known cause: {lost}",
+        f"{{calls}} slow {noun} without a known cause: {{lost}}",
         rows,
         left,
         evidence=evidence,

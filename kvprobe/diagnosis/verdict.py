@@ -179,7 +179,8 @@ def of_recording(recording: Recording, found: Examination) -> Verdict:
     named = [one for one in found if not one.abstains and one.severity != "info"]
     if named:
         return Verdict("found", named[0].title.rstrip("."), tuple(lacks))
-    waited = [_waited(gpu) for gpu in found.account.gpus if gpu.seen and gpu.waited_share >= WAITED_SHARE]
+    seen = [gpu for gpu in found.account.gpus if gpu.seen]
+    waited = [_waited(gpu, len(seen) > 1) for gpu in seen if gpu.waited_share >= WAITED_SHARE]
     if waited and any(not one.abstains and one.device_ns for one in found):
         return Verdict("found", waited[0], tuple(lacks))
     lacks += _open([one for one in found if one.at_stake != "info"])
@@ -189,19 +190,21 @@ def of_recording(recording: Recording, found: Examination) -> Verdict:
     return Verdict("healthy", statement(found.account))
 
 
-def _waited(gpu: GpuAccount) -> str:
-    """What a GPU waited for, in a clause."""
+def _waited(gpu: GpuAccount, several: bool) -> str:
+    """What a GPU waited for, in a clause; `several`: which GPU has to be said."""
     copies, host = (gpu.ns(*lines) / gpu.asked_ns for lines in (COPIES, HOST))
     return (
-        f"the GPU waited for {gpu.waiting_share:.0%} of {_with_something_to_do(gpu)}: "
+        f"{f'GPU {gpu.device}' if several else 'the GPU'} waited for {gpu.waiting_share:.0%} of "
+        f"{_with_work_to_do(gpu)}: "
         f"{copies:.0%} for copies and {host:.0%} for the host"
     )
 
 
-def _with_something_to_do(gpu: GpuAccount) -> str:
+def _with_work_to_do(gpu: GpuAccount) -> str:
     """Names the time that shares of waiting are of."""
-    pauses = "" if gpu.asked_ns == gpu.window_ns else " with something to do"
-    return f"{time_text(gpu.asked_ns)}{pauses}"
+    if gpu.asked_ns == gpu.window_ns:
+        return time_text(gpu.asked_ns)
+    return f"the {time_text(gpu.asked_ns)} with work to do"
 
 
 def _not_computing(gpu: GpuAccount) -> list[MissingPart]:
@@ -221,7 +224,7 @@ def _not_computing(gpu: GpuAccount) -> list[MissingPart]:
         out.append(MissingPart(what, how))
     waited = gpu.waiting_share
     if waited >= WAITED_SHARE:
-        time = _with_something_to_do(gpu)
+        time = _with_work_to_do(gpu)
         out.append(
             MissingPart(
                 f"the GPU waited for {waited:.0%} of {time}, and nothing shows whether a model was running then",

@@ -33,7 +33,7 @@ from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Find
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
 from kvprobe.diagnosis.waited_copies import waited_copies
 from kvprobe.recordings.intervals import Cover, ascending, distinct, group_starts, in_time
-from kvprobe.recordings.link_rate import PCIE_5
+from kvprobe.recordings.link_rate import ASSUMED, PCIE_5
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
 
 CAUSE = cause_of(__name__)
@@ -42,8 +42,9 @@ MANY = 16  # copies of one size
 LARGE = 1 << 20  # bytes
 ASKED_SHARE = 0.1  # of the time
 PREFETCH = (
-    "Prefetch: copy layer i+1 on a stream of its own while layer i computes, ordered by events (kvprobe weights "
-    "MODEL_DIR --window 1; vLLM: offload_prefetch_step at least offload_num_in_group; diffusers: use_stream)"
+    "Prefetch: copy layer i+1 on a stream of its own while layer i computes, and order the two by events. Settings: "
+    "offload_prefetch_step at least offload_num_in_group (vLLM), use_stream (diffusers). "
+    "`kvprobe weights MODEL_DIR` tries it with a local checkpoint"
 )
 WORDS = ("weight", "param", "layer", "offload", "prefetch", "fsdp", "onload", "all_gather", "allgather")
 
@@ -157,8 +158,7 @@ def open_question(joined: JoinedRecording) -> Finding | None:
         evidence=(
             Evidence(f"they move {moved / 1e9:.1f} GB", moved, "bytes", MEASURED),
             Evidence(
-                f"at {(known or PCIE_5) / 1e9:.1f} GB/s ({how if known else 'PCIe 5.0 x16'}) that takes "
-                f"{ms(int(ns.sum()))}",
+                f"at {(known or PCIE_5) / 1e9:.1f} GB/s ({how if known else ASSUMED}) that takes {ms(int(ns.sum()))}",
                 float(ns.sum()),
                 "ns",
                 INFERRED,
@@ -177,7 +177,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     )
     chosen: list[Array] = []
     losses: list[Array] = []
-    copy_ns = compute_ns = both_ns = 0
+    copy_ns = compute_ns = both_ns = longest = 0
     reason = ""
     for process in distinct(table["process"][loads]):
         rows = np.flatnonzero(loads & (table["process"] == process) & (joined.device.owner < 0))
@@ -193,7 +193,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         loss = min(copying.total_ns, compute.total_ns) - both
         if 2 * both > min(copying.total_ns, compute.total_ns) or loss <= 0:
             continue
-        reason = how
+        reason, longest = how, max(longest, copying.total_ns, compute.total_ns)
         copy_ns, compute_ns, both_ns = copy_ns + copying.total_ns, compute_ns + compute.total_ns, both_ns + both
         exposed = joined.x_dur[rows] - compute.within(joined.x_start[rows], joined.x_end[rows])
         chosen.append(rows)
@@ -202,32 +202,32 @@ def find(joined: JoinedRecording) -> Finding | None:
         return None
     rows, loss_ns = np.concatenate(chosen), np.concatenate(losses)
     waited = waited_copies(joined, rows)
+    together = f"{len(chosen)} processes together: " if len(chosen) > 1 else ""
+    did = f"did so for {ms(both_ns)}" if both_ns else "never did"
     return joined.device_finding(
         CAUSE,
-        "The GPU waited {lost} for weight copies that could have run while it computed",
+        "Weight copies ran alone: they could have run beside kernels for {lost}",
         "certain" if reason.startswith("the same sources") else "likely",
         rows,
         loss_ns,
         lost_on="device",
         evidence=(
             Evidence(
-                f"{len(rows):,} weight copies took {ms(copy_ns)}; compute took {ms(compute_ns)} in the same part of "
-                f"the recording",
+                f"{together}{len(rows):,} weight copies took {ms(copy_ns)}, and kernels took {ms(compute_ns)}",
                 copy_ns,
                 "ns",
                 MEASURED,
             ),
             Evidence(
-                f"copies and kernels could have run side by side for {ms(min(copy_ns, compute_ns))}, and did so for "
-                f"{ms(both_ns)}",
+                f"{together}both could have run side by side for {ms(min(copy_ns, compute_ns))}, and {did}",
                 both_ns,
                 "ns",
                 MEASURED,
             ),
             Evidence(
-                "with perfect prefetching this part would take as long as the longer of the two: "
-                f"{ms(max(copy_ns, compute_ns))}",
-                max(copy_ns, compute_ns),
+                f"with perfect prefetching, {'the slower GPU' if len(chosen) > 1 else 'both'} would be done in "
+                f"{ms(longest)}",
+                longest,
                 "ns",
                 INFERRED,
             ),

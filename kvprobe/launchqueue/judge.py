@@ -102,14 +102,13 @@ def _plateau(e: seen.Plateau) -> QueueConclusion:
         )
     least = "" if e.shallowest == e.deepest else f"{e.shallowest:,} to "
     what = (
-        f"{e.slow:,} calls with {least}{e.deepest:,} outstanding took {time_text(e.lost_ns)} more than with few "
+        f"{e.slow:,} calls with {least}{e.deepest:,} outstanding took {time_text(e.lost_ns)} more than calls with few "
         "outstanding"
     )
     if e.in_graphs > c.IN_GRAPHS:
         return QueueConclusion(
             "cannot tell",
-            f"{what}; a full queue is likely, but CUDA graphs were in it: a graph launch takes an unknown number of "
-            "slots, so the depth cannot be counted in submissions",
+            f"{what}. A full queue is likely, but CUDA graphs were in it, and how many slots these take is not known",
         )
     if e.slow < c.LEAST_BLOCKED:
         few = f"{what}: too few to tell a full queue from chance"
@@ -256,10 +255,10 @@ def _rest(e: seen.OtherSlowCalls) -> QueueConclusion:
     if e.slow_ns <= least:
         up_to = f"no calls became and stayed slow from one depth on, with up to {e.deepest:,} outstanding {how}"
         return QueueConclusion("not full", up_to)
-    what = f"{e.what} took {time_text(e.slow_ns)} more than others, not in the pattern of a full queue {how}"
+    what = f"{e.what} took {time_text(e.slow_ns)} more than others, but not as they do when a queue is full {how}"
     if e.slow_ns - e.no_cpu_ns > least:
         return QueueConclusion("cannot tell", what)
-    return QueueConclusion("not full", f"{what}; their threads waited {time_text(e.no_cpu_ns)} of it for a CPU")
+    return QueueConclusion("not full", f"{what}. For {time_text(e.no_cpu_ns)} of it, their threads had no CPU")
 
 
 def _over_streams(e: seen.OverStreams) -> QueueConclusion:

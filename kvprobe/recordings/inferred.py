@@ -617,7 +617,7 @@ def _by_pace(
         return place - np.maximum.accumulate(np.where(fresh, place, 0)), known, "it is counted in each burst of calls"
     between = np.concatenate([np.diff(end[first : last + 1]) for first, last in runs])
     pace = max(float(np.minimum(between, 8 * np.median((end - start)[slow])).mean()), 1.0)
-    source = f"what was outstanding is reckoned at {time_text(pace)} a submission, as blocked calls return"
+    source = f"it is assumed that an operation took {time_text(pace)}, because blocked calls returned so often"
     emptied = emptied | (start - returned > depths.drained * pace)
     full = known
     if not known:

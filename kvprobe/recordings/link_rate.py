@@ -6,10 +6,12 @@ import numpy as np
 
 from kvprobe.recordings.model import Direction, Engine, Memory, Recording
 
-__all__ = ["LARGE_BYTES", "PCIE_5", "link_rate"]
+__all__ = ["ASSUMED", "FROM_COPIES", "LARGE_BYTES", "PCIE_5", "link_rate"]
 
 LARGE_BYTES = 1 << 20  # a copy this large runs at nearly the link's rate
 PCIE_5 = 55e9  # bytes per second of large copies over PCIe 5.0 x16 (H100, H200), where nothing tells the link
+ASSUMED = "assumed: PCIe 5.0 x16"  # how that is known
+FROM_COPIES = "fastest large copies seen here"  # how a rate is known that is at least so high
 
 
 def link_rate(recording: Recording, direction: Direction) -> tuple[float, str]:
@@ -32,7 +34,7 @@ def link_rate(recording: Recording, direction: Direction) -> tuple[float, str]:
         else:
             large = (took > 0) & (size >= LARGE_BYTES * np.maximum(table["count"][rows], 1))
         if large.any() and (table is recording.executions or not _mostly_pageable(recording, direction)):
-            return float(np.percentile(size[large] / took[large], 90) * 1e9), "fastest large copies seen here"
+            return float(np.percentile(size[large] / took[large], 90) * 1e9), FROM_COPIES
     return 0.0, "unknown"
 
 

@@ -46,11 +46,12 @@ def _link(gpu: GpuAccount, line: Line) -> str:
     made = [one for one in gpu.links if one.bytes_per_s]
     if line not in (Line.AT_LINK_RATE, Line.BELOW_LINK_RATE) or not made:
         return ""
-    said = [rate(one.bytes_per_s) + (", assumed" if one.assumed else "") for one in made]
     least, most = min(made), max(made)
     if most.bytes_per_s - least.bytes_per_s > ALIKE * most.bytes_per_s:
-        return f" (CPU to GPU {said[0]}; GPU to CPU {said[1]})"
-    return f" ({said[made.index(most)]})"
+        ways = zip(("CPU to GPU", "GPU to CPU"), made, strict=True)
+        said = (f"{way} {'assumed to carry ' if one.assumed else ''}{rate(one.bytes_per_s)}" for way, one in ways)
+        return f" ({'; '.join(said)})"
+    return f" ({rate(most.bytes_per_s)}{', assumed' if most.assumed else ''})"
 
 
 def account_lines(account: Account) -> list[str]:

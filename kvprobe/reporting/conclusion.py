@@ -121,7 +121,7 @@ def _wrong_results(change: FindingChange) -> bool:
 
 def _said(moved: Mapping[FindingChange, float]) -> str:
     first, rest = next(iter(moved)), len(moved) - 1
-    title = f"\u201c{first.title.rstrip('.')}\u201d"
+    title = f"\u201c{first.title.rstrip('.').partition(': ')[0]}\u201d"  # the list below has the whole title
     before, after = percent(first.share_before), percent(first.share_after)
     if first.what in ("less", "more"):
         text = f"{title} costs {after} of the serving window instead of {before} ({first.confidence})"

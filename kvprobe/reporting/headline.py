@@ -30,6 +30,7 @@ __all__ = [
     "cure_parts",
     "direction_text",
     "of_recording",
+    "only_waited",
     "saving_text",
     "terminal_lines",
 ]
@@ -39,6 +40,8 @@ DIRECTIONS = {
     Direction.D2H: "GPU to CPU (D2H)",
     Direction.D2D: "GPU to GPU (D2D)",
 }
+
+_ALIKE = 0.02  # two times that differ by less are one
 
 WORDS = {
     "critical": "Critical",
@@ -204,7 +207,11 @@ def change_parts(change: Change, before: Sequence[Change] = ()) -> list[Part]:
 def place(finding: Finding, limit: int = 2, brief: bool = False) -> str:
     """Where a finding's time was lost, in words; brief leaves out the thread of the first and all ranges."""
     words: list[str] = []
-    for one in finding.where[:limit]:
+    first: dict[tuple[int, int, int, int], Where] = {}
+    for one in finding.where:  # a thread is named once, whatever streams it lost its time on
+        first.setdefault((one.pid, one.rank, one.thread, -1 if one.thread >= 0 else one.stream), one)
+    named = list(first.values())
+    for one in named[:limit]:
         bits = []
         if one.thread >= 0 and not (brief and not words):
             bits.append(f"thread {one.thread}")
@@ -218,8 +225,8 @@ def place(finding: Finding, limit: int = 2, brief: bool = False) -> str:
             bits.append(f"in “{one.range}”")
         if bits:
             words.append(", ".join(bits))
-    more = len(finding.where) - limit
-    return "; ".join(words) + (f" and {more} other {_places(finding.where, more)}" if more > 0 and words else "")
+    more = len(named) - limit
+    return "; ".join(words) + (f" and {more} other {_places(named, more)}" if more > 0 and words else "")
 
 
 def _places(where: Sequence[Where], count: int) -> str:
@@ -277,6 +284,8 @@ def of_recording(
         return PageHead("warning", f"{judged.reason[:1].upper()}{judged.reason[1:]}{NO_CAUSE}.", "", facts)
     headline = first.title.rstrip(".") + "."
     detail = _sentences([one.text for one in first.evidence[:3]], headline)
+    if first.reason and first.confidence == "likely":  # what speaks against it weighs more than a second proof
+        detail = f"{_sentences([first.evidence[0].text], headline)} {_sentences([first.reason], headline)}".strip()
     facts = _facts_of(first)
     if judged.missing:
         facts.append(Fact("The recording is incomplete", judged.missing[0].what))
@@ -299,10 +308,10 @@ def _cost_of(others: Sequence[Finding]) -> str:
     waited = [one.device_ns for one in others if one.device_ns is not None]
     if not waited:
         return ""
-    they = "it" if len(others) == 1 else "they"
+    them = "it" if len(others) == 1 else "them"
     if not sum(waited):
-        return f"{they} cost the GPU nothing"
-    return f"{they} cost the GPU a further {duration(sum(waited))}"
+        return f"the GPU did not wait for {them}"
+    return f"the GPU waited another {duration(sum(waited))} for {them}"
 
 
 def direction_text(recording: Recording, row: int) -> str:
@@ -333,15 +342,13 @@ def _facts_of(first: Finding) -> list[Fact]:
     if first.device_share is not None and first.device_ns is not None:
         of_window = f"{percent(first.device_share)} of the serving window"
         if several:
-            of_window += ", on the GPU that lost most"
+            of_window += ", on the GPU that waited most"
         elif first.lost_on == "device" and first.lost_ns > 1.005 * first.device_ns:
             rest = duration(first.lost_ns - first.device_ns)
             of_window += f". For the other {rest} of the {duration(first.lost_ns)}, the GPU did not wait"
         facts.append(Fact("The GPU waited", duration(first.device_ns), of_window))
-    if first.lost_ns and first.lost_on != "device":
-        label = {"host": "Time that threads lost", "copy engine": "Time that copies lost"}.get(
-            first.lost_on, "Time lost"
-        )
+    if first.lost_ns and first.lost_on != "device" and not only_waited(first):
+        label = {"host": "Thread time lost", "copy engine": "Copy time lost"}.get(first.lost_on, "Time lost")
         whose = "the time of these threads" if first.lost_on == "host" else "the serving window"
         note = f"{percent(first.share)} of {'their serving windows' if several else whose}" if first.of_ns else ""
         note = f"sum of all GPUs; {note}" if several and note else note
@@ -357,15 +364,24 @@ def _facts_of(first: Finding) -> list[Fact]:
     return facts
 
 
+def only_waited(finding: Finding) -> bool:
+    """Whether the time that copies lost is just what the GPUs waited for them, so that one figure says both."""
+    if finding.lost_on != "copy engine" or not finding.device_ns or finding.window_ns <= 0:
+        return False
+    gpus = max(round(finding.of_ns / finding.window_ns), 1)
+    return abs(finding.lost_ns - gpus * finding.device_ns) <= _ALIKE * finding.lost_ns
+
+
 def call_text(call: TracedCall, direction: str, stream: str) -> str:
     """What a call cost, which way it copied, on which stream and by which thread: what follows its name.
 
-    A call that returned before its operation ended cost more than it took: then the time lost stands here.
+    A call that returned before its copy ended cost more than it took: then the copy's time stands here.
     """
     way = f", {direction}," if direction else ""
     where = f" on {stream}" if stream else ""
     thread = f" in thread {call.thread}" if call.thread >= 0 else ""
-    cost = f"cost {duration(call.lost_ns)}" if call.lost_ns > call.dur_ns else f"took {duration(call.dur_ns)}"
+    longer = call.lost_ns > call.dur_ns
+    cost = f"took {duration(call.dur_ns)}" + (f", and its copy cost {duration(call.lost_ns)}," if longer else "")
     return f"{way} {cost}{where}{thread}"
 
 

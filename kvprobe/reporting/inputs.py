@@ -83,7 +83,7 @@ def sections(inputs: Sequence[Input], notes: Sequence[str] = ()) -> tuple[Sectio
         )
     told = [note for note in notes if note in (NO_CLOCK, ONE_BY_ONE) or note.startswith(DIFFERENT_RUNS)]
     lead += "".join(f" {note[:1].upper()}{note[1:]}." for note in told)
-    columns = ["Input", "By itself", "Lost", "Submissions", "Host time in them", "Recorded"]
+    columns = ["Input", "By itself", "Time lost", "Submissions", "Host time in them", "Recorded"]
     return Section("inputs", "Inputs", lead, [], [table("Inputs", columns, rows)]), own
 
 
@@ -113,5 +113,5 @@ def _findings(one: Input) -> TableView:
                 first.text + (f", at {first.at}" if first.at else "") if first else NONE,
             ]
         )
-    columns = ["Finding", "How sure", "Lost", "Share", "First change"]
+    columns = ["Finding", "How sure", "Time lost", "Share", "First change"]
     return table(f"Findings in {one.name}", columns, rows)

@@ -288,6 +288,8 @@ def _timeline(
         half, high, top = charts.quantiles(durations, 0.5, 0.99, 1.0)
         words.append(
             f"{len(durations):,} {name}: median {duration(half)}, p99 {duration(high)}, longest {duration(top)}."
+            if len(durations) > 1
+            else f"1 of {name}: {duration(top)}."
         )
         lines.append(Points(name, found.start_ns[mask], durations))
     span_ns = found.span[1] - found.span[0]
@@ -563,7 +565,7 @@ def _decisions(recording: Recording, found: Submissions) -> TableView:
 
 def _finding(i: int, finding: Finding, recording: Recording, found: Submissions) -> dict[str, Any]:
     state = "unknown" if finding.confidence == "cannot tell" else finding.severity
-    what = {"host": "of threads", "copy engine": "of copies", "device": "of the GPU"}.get(finding.lost_on, "")
+    what = {"host": "of thread time", "copy engine": "of copy time", "device": "of GPU time"}.get(finding.lost_on, "")
     meta = [
         finding.cause.replace("_", " "),
         {"certain": "certain", "likely": "likely", "cannot tell": "cannot tell"}[finding.confidence],
@@ -579,7 +581,7 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
     if len(finding.where) > 1:
         places = table(
             "Time lost, by thread and stream",
-            ["Rank", "Process", "Thread", "Stream", "Range", "Lost", "Calls"],
+            ["Rank", "Process", "Thread", "Stream", "Range", "Time lost", "Calls"],
             [
                 [
                     str(one.rank) if one.rank >= 0 else NONE,
@@ -623,16 +625,17 @@ def _lead(findings: Examination) -> str:
 
 def _lost(finding: Finding, what: str) -> str:
     """What a finding cost: the threads or engines that lost time, and the GPU."""
-    said = [f"{duration(finding.lost_ns)} {what} lost"] if finding.lost_ns and finding.lost_on != "device" else []
+    own = finding.lost_ns and finding.lost_on != "device" and not headline.only_waited(finding)
+    said = [f"{duration(finding.lost_ns)} {what} lost"] if own else []
     several = finding.lost_on != "host" and finding.of_ns > 1.5 * finding.window_ns > 0
-    whose = "on the GPU that lost most, " if several else ""
+    whose = "on the GPU that waited most, " if several else ""
     if finding.device_share is None or finding.device_ns is None:
         return "; ".join(said) or (f"{duration(finding.lost_ns)} lost" if finding.lost_ns else "")
     if finding.device_ns:
         waited = f"the GPU waited {duration(finding.device_ns)}"
         said.append(f"{waited}, {whose}{percent(finding.device_share)} of the serving window")
     elif finding.lost_ns:
-        said.append("it cost the GPU nothing")
+        said.append("the GPU did not wait for it")
     return "; ".join(said)
 
 
@@ -658,9 +661,22 @@ def _calls_table(finding: Finding, found: Submissions) -> TableView:
         ]
         for one in finding.calls
     ]
-    names = ["At", "Call", "Took", "Lost", "Outstanding", "Stream", "Thread", "Process", "Row", "Python stack"]
+    names = [
+        "At",
+        "Call",
+        "In the call",
+        "Time lost",
+        "Outstanding",
+        "Stream",
+        "Thread",
+        "Process",
+        "Row",
+        "Python stack",
+    ]
     shared = any(2 * one.lost_ns < one.dur_ns for one in finding.calls)
     note = "Where a call lost less than it took, the rest is its usual time or another finding's." if shared else ""
+    if any(one.lost_ns > one.dur_ns for one in finding.calls):
+        note = f"{note} A call returns before its copy ends: the time lost is the copy's.".strip()
     return table("The calls that lost most", names, listed, note)
 
 

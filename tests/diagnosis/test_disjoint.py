@@ -36,7 +36,7 @@ def test_preparing_ahead_saves_no_more_than_the_gpu_works(name):
     assert 0 < one.cure[0].predicted_saving_ns <= gpu.ns(Line.COMPUTING, *COPIES)
     assert "the step before" in one.cure[0].text or "the next step" in one.cure[0].text
     assert one.cure[0].predicted_saving_ns < one.lost_ns
-    assert any("fit beside the GPU's work" in evidence.text for evidence in one.evidence)
+    assert any("can run beside the GPU's work" in evidence.text for evidence in one.evidence)
 
 
 @pytest.mark.parametrize("name", STARVED)
@@ -84,7 +84,7 @@ def test_a_full_link_in_both_directions_is_one_wait():
     order = np.argsort(both["start_ns"], kind="stable")
     recording.tables["executions"] = Table("executions", {name: column[order] for name, column in both.items()})
     link = next(one for one in diagnose(recording) if one.cause == "link_bound")
-    assert sum("GB/s; the link was busy" in one.text for one in link.evidence) == 2
+    assert sum("of the serving window and moved" in one.text for one in link.evidence) == 2
     assert link.lost_ns == pytest.approx(alone.lost_ns, rel=0.02)
 
 
