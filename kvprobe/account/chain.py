@@ -17,7 +17,7 @@ import numpy as np
 from kvprobe.account.account import Account, GpuAccount, ThreadAccount
 from kvprobe.account.lines import COPIES, HOST
 from kvprobe.recordings.assemble import among
-from kvprobe.recordings.intervals import Cover
+from kvprobe.recordings.intervals import Cover, group_starts
 from kvprobe.recordings.model import Array
 
 __all__ = ["STEP_NS", "hidden_beside_work", "saved_by_host"]
@@ -68,7 +68,9 @@ def _on_gpu(gpu: GpuAccount, thread: ThreadAccount | None, caller: int, at: Arra
 
 
 def _played(size: Array, kind: Array) -> int:
-    """How much earlier the device is in the end."""
+    """How much earlier the device is in the end; of events of one kind in a row, only how long they are together."""
+    first = group_starts(kind)
+    size, kind = np.add.reduceat(size, first), kind[first]
     thread = device = 0
     for ns, what in zip(size.tolist(), kind.tolist(), strict=True):
         if what == _TAKEN:

@@ -73,7 +73,7 @@ class Threads:
         joined = self.joined
         rows = self._of.get(caller, self._rows[:0])
         start = np.clip(joined.start[rows], self.begin, self.end)
-        stop = np.maximum(np.clip(joined.end[rows], self.begin, self.end), start)
+        stop = np.clip(joined.end[rows], start, self.end)
         inside = self._lines[rows]
         if len(rows):
             start, stop, inside = self._with_others(rows[0], start, stop, inside)
@@ -85,7 +85,9 @@ class Threads:
         del start, stop, inside  # as large as the edges
         gap = line.copy()
         gap[1::2] = 0
-        long, unusual = _pauses(np.diff(edges), gap > 0), _unusual(np.diff(edges), line)
+        lasts = np.diff(edges)
+        unusual = _unusual(lasts, line)
+        long = _pauses(lasts, gap > 0)
         unasked = np.full(len(line), NOBODY, dtype=np.int8)
         if len(rows):
             worked = self._worked(rows[0], edges, gap > 0)

@@ -36,7 +36,7 @@ class Progress(Protocol):
     def __call__(self, what: str, fraction: float) -> None: ...
 
 
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4  # malloc.h
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8  # malloc.h
 
 
 def reuse_memory() -> None:
@@ -51,6 +51,7 @@ def reuse_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):  # another C library: as it was
         return
+    mallopt(_M_ARENA_MAX, 1)  # what one thread frees another takes
     for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, (1 << 31) - 1), (_M_TOP_PAD, 1 << 25)):
         mallopt(option, value)
 

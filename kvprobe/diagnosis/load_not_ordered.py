@@ -34,7 +34,7 @@ from kvprobe.diagnosis.ordering import (
     waits,
 )
 from kvprobe.recordings.assemble import among
-from kvprobe.recordings.intervals import Cover, ascending
+from kvprobe.recordings.intervals import Cover, ascending, distinct
 from kvprobe.recordings.model import Direction
 
 CAUSE = cause_of(__name__)
@@ -84,7 +84,7 @@ def _unordered(joined: JoinedRecording, process: int, rows: Array) -> _Violation
     under = followed & (kernels.within(joined.end[rows], joined.exec_end[rows]) > 0)
     ordered_at = ascending(np.concatenate((device_side[device_side < last], host_side)))
     under &= ~may_order(burst, _burst_before_next(burst, joined.start[rows], ordered_at))
-    bad = np.unique(burst[under])
+    bad = distinct(burst[under])
     if len(bad) < LEAST or 2 * len(bad) < count:
         return None
     evidence = [

@@ -348,12 +348,13 @@ def _lonely(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Arr
         & (excess > STANDING_NS)
         & (joined.memory[queue.calls] != Memory.PAGEABLE)
     ]
-    fenced = _standing_still(joined, queue, top) > 0
+    still = _standing_still(joined, queue, top) > 0
+    fenced = still.copy()
     if not depth:  # then the fence itself must be seen: a wait, and the kernel that is waited for
         told = ascending(joined.start[joined.is_named("streamwaitevent") & (joined.stream == queue.stream)])
         busy = joined.busy(Engine.KERNEL).within(joined.start[top], joined.end[top])
         fenced &= (np.searchsorted(told, joined.start[top]) > 0) & (10 * busy > 8 * joined.dur[top])
-    behind = _behind_one(joined, queue, top) | _let_go(joined, queue, top)
+    behind = _behind_one(joined, queue, top) | (still & _let_go(joined, queue, top))
     held = np.zeros(len(top), dtype=bool)
     if conclude(StoodStill(deepest, depth, fences=int(fenced.sum()))).full:
         held |= fenced
@@ -375,13 +376,13 @@ def _behind_one(joined: JoinedRecording, queue: StreamOccupancy, rows: Array) ->
 
 
 def _let_go(joined: JoinedRecording, queue: StreamOccupancy, rows: Array) -> Array:
-    """Mask over blocked calls: nothing of their queue ran, until it moved on and freed the slots that return at once.
+    """Mask over blocked calls in which a queue stood still: it moved on and freed the slots that return at once.
 
     A queue may free a band of slots in one piece: no more of its operations ended in the call.
     """
     ended = np.searchsorted(queue.ends, joined.end[rows], "right") - np.searchsorted(queue.ends, joined.start[rows])
     band = max(LEAST_BAND, round(BAND_SHARE * int(queue.depth.max(initial=0))))
-    mask: Array = (_standing_still(joined, queue, rows) > 0) & (ended > 0) & (ended <= band)
+    mask: Array = (ended > 0) & (ended <= band)
     return mask
 
 

@@ -95,7 +95,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         on_stores = times[np.isin(streams, joined.stream[rows])]
         under &= ~may_order(burst, _burst_after_last(burst, joined.start[rows], on_stores))
         under &= ~_asked(joined, process, rows, burst)
-        bad = np.unique(burst[under])
+        bad = distinct(burst[under])
         if len(bad) < LEAST or 2 * len(bad) < count or 2 * len(on_stores) >= count:
             continue
         rows = rows[under]

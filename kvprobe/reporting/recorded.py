@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -149,7 +150,12 @@ def view(recording: Recording, findings: Examination | None, queues: Occupancy |
         else:
             out.lead = f"Not enough was recorded to tell: {examined}."
     queues = queues or (occupancy(recording) if len(found.rows) else None)
-    out.sections = _sections(recording, findings, found, queues, benefits)
+    account = findings.account if findings is not None else None
+    with ThreadPoolExecutor(1) as beside:  # the largest chart on a second core: numpy works without Python's lock
+        rows = beside.submit(rows_chart, recording, found, findings or (), account)
+        out.sections = _sections(recording, findings, found, queues, benefits)
+        overview = next(one for one in out.sections if one.id == "overview")
+        overview.charts[:0] = [chart for chart in [rows.result()] if chart is not None]
     for one in out.sections:
         one.folded = one.id == "startup"
     return out
@@ -169,7 +175,7 @@ def _sections(
     queues: Occupancy | None,
     benefits: list[offload_benefit.Benefit],
 ) -> list[Section]:
-    """Below the findings, from the account to what kvprobe did itself."""
+    """Below the findings, from the account to what kvprobe did itself; without the chart of the threads."""
     marks = _marks(recording, found.span)
     outstanding, cliff = streams.occupancy_charts(recording, found, queues, marks)
     stream_table, stream_lead = streams.stream_table(recording, found, queues)
@@ -186,7 +192,6 @@ def _sections(
             "Over time",
             "These charts share one time axis: zoom one and all follow.",
             [
-                rows_chart(recording, found, findings or (), account),
                 outstanding,
                 _timeline(recording, found, marks, findings or ()),
                 *sampled,

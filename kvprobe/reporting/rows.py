@@ -321,10 +321,8 @@ def _items(
             part = np.union1d(part, np.concatenate((mine, near[(near >= 0) & (near < len(row.rows))])))
             kept_calls.append(row.rows[part])
         elif executions.rows and kept_calls:
-            asked = np.unique(calls["correlation"][np.concatenate(kept_calls)])
-            ids = executions["correlation"][row.rows]
-            at = np.minimum(np.searchsorted(asked, ids), len(asked) - 1)
-            part = np.union1d(part, np.flatnonzero((asked[at] == ids) & (ids >= 0)))
+            asked = calls["correlation"][np.concatenate(kept_calls)]
+            part = np.union1d(part, np.flatnonzero(np.isin(executions["correlation"][row.rows], asked[asked >= 0])))
         if row.text is None and len(ends):
             part = np.union1d(part, np.flatnonzero(np.isin(row.rows, waiting if row.thread else ends)))
         part = part[np.argsort(row.times[0][row.rows[part]], kind="stable")]

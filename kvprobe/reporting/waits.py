@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvprobe.recordings.intervals import in_time
 from kvprobe.recordings.model import CallKind, Recording
 
 __all__ = ["SOON_NS", "waited_for"]
@@ -28,20 +29,20 @@ def waited_for(recording: Recording, rows: Array) -> Array:
     out = np.full(len(rows), -1, dtype=np.int64)
     if not ran.rows or not len(rows):
         return out
-    order = np.argsort(ran["end_ns"], kind="stable")
-    stream, process, own = ran["stream"][order], ran["process"][order], ran["correlation"][order]
-    lists: dict[tuple[str, int], Array] = {}
+    ends, own = ran["end_ns"], ran["correlation"]
+    lists: dict[tuple[str, int], tuple[Array, Array]] = {}
 
-    def of(column: str, values: Array, key: int) -> Array:
+    def of(column: str, key: int) -> tuple[Array, Array]:
+        """The operations of a stream or a process in the order of their ends, and these."""
         if (column, key) not in lists:
-            lists[column, key] = order[values == key]
+            mine = in_time(np.flatnonzero(ran[column] == key), ends)
+            lists[column, key] = mine, ends[mine]
         return lists[column, key]
 
     events = _recorded(recording, rows)
-    ends = ran["end_ns"]
     wanted = calls["correlation"][rows]
-    mine_of = np.flatnonzero(np.isin(own, wanted[wanted >= 0]))  # of millions of operations the few that are asked for
-    asked = dict(zip(own[mine_of].tolist(), order[mine_of].tolist(), strict=True))
+    few = in_time(np.flatnonzero(np.isin(own, wanted[wanted >= 0])), ends)  # of millions those that are asked for
+    asked = dict(zip(own[few].tolist(), few.tolist(), strict=True))
     for i, row in enumerate(rows.tolist()):
         began, ended = int(calls["start_ns"][row]), int(calls["end_ns"][row])
         if ended - began < SHORTEST_NS:
@@ -53,10 +54,10 @@ def waited_for(recording: Recording, rows: Array) -> Array:
                 out[i] = mine if ended - ends[mine] <= SOON_NS else -1
                 continue
         of_stream = events.get(row, of_stream)
-        among = of("stream", stream, of_stream) if of_stream >= 0 else of("process", process, of_process)
-        at = int(np.searchsorted(ends[among], ended, side="right")) - 1
-        if at >= 0 and ends[among[at]] > max(began, ended - SOON_NS):
-            out[i] = among[at]
+        those, when = of("stream", of_stream) if of_stream >= 0 else of("process", of_process)
+        at = int(np.searchsorted(when, ended, side="right")) - 1
+        if at >= 0 and when[at] > max(began, ended - SOON_NS):
+            out[i] = those[at]
     return out
 
 
