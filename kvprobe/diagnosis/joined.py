@@ -511,7 +511,8 @@ class JoinedRecording(Joined):
     ) -> Finding | None:
         """What is left of lines of a GPU's account, under the lines' own name.
 
-        Less than a tenth stays in the account, and so does what a window of less than `LEAST_NS` holds. It is as loud as its share of the time with something to do.
+        Less than a tenth stays in the account, and so does what a window of less than `LEAST_NS` holds. Its share of
+        the time with something to do says how loud it is.
         """
         part = loss.ns / gpu.asked_ns if gpu.asked_ns > 0 else 0.0
         if part < CRITICAL or gpu.window_ns < LEAST_NS:
