@@ -535,12 +535,13 @@ class JoinedRecording(Joined):
     def line_finding(
         self, cause: str, title: str, gpu: GpuAccount, loss: Loss, **explanation: Unpack[Explanation]
     ) -> Finding | None:
-        """What is left of lines of a GPU's account, under the lines' own name; less than a tenth stays in the account.
+        """What is left of lines of a GPU's account, under the lines' own name.
 
-        It is as loud as its share of the time with work to do.
+        Less than a tenth stays in the account, and so does what a window of less than `LEAST_NS` holds. It is as loud
+        as its share of the time with work to do.
         """
         part = loss.ns / gpu.asked_ns if gpu.asked_ns > 0 else 0.0
-        if part < CRITICAL:
+        if part < CRITICAL or gpu.window_ns < LEAST_NS:
             return None
         few = loss.ns < LEAST_NS
         explanation["severity"] = "info" if few else "critical" if part >= LOUD else "warning"

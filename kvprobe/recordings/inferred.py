@@ -143,8 +143,12 @@ def _at_waits(recording: Recording, queue: StreamOccupancy, marked: MarkedDepth)
     depth = np.round(marked.own * slots_each(recording, queue, with_events=False) / each).astype(np.int32)
     concluded = conclude(StoodStill(int(depth[held].max(initial=0)), float(known), fences=int(held.sum())))
     if concluded.full:
+        after = np.append(spans["start_ns"][waits], _NEVER)[at + 1] > given.start  # and the stream stands at no wait
+        as_deep = marked.known & (depth >= FULL_SHARE * int(depth[held].min()))
+        drains = np.maximum.accumulate(held) & after & as_deep
+        blocked = held | (given.judged & given.slow & drains)
         queue.after, queue.depth = 0, depth
-        queue.blocked_by(concluded, held, np.where(held, excess, 0), "inferred")
+        queue.blocked_by(concluded, blocked, np.where(blocked, excess, 0), "inferred")
         queue.inferred_ns = int(queue.blocked_ns.sum())
 
 

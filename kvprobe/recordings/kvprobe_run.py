@@ -49,7 +49,7 @@ from kvprobe.recordings.run_events import (
     stacks,
     transfers,
 )
-from kvprobe.recordings.run_marks import bytes_of_copies, marks
+from kvprobe.recordings.run_marks import marks
 from kvprobe.recordings.run_processes import (
     OF_ANOTHER_NAMESPACE,
     UNTOLD,
@@ -338,13 +338,12 @@ def _fill(
     totals = gathered.all_totals()
     streams = _streams(processes, calls, totals, marked, looks)
     recording.tables["streams"] = Table("streams", streams)
-    marks(recording, marked, names)
     contents(recording, looks)
     page_faults(recording, _together(gathered.faults))
     pauses(recording, _together(gathered.pauses))
     words = _CallWords(calls.records, totals.slots, names)
     _calls(recording, calls, words)
-    bytes_of_copies(recording)
+    marks(recording, marked, names)
     submitters = _engine_submitters(processes, streams)
     transfers(recording, calls, processes, shifts, names, submitters)
     recording.tables["submitters"] = submitters.table(names)

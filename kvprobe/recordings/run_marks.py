@@ -55,7 +55,7 @@ def marks(recording: Recording, told: RingRecords, names: Names) -> None:
     """Fills `spans`, `coverage` and `graphs`.
 
     Args:
-        recording: the one to fill.
+        recording: the one to fill, which has its calls.
         told: records of the calls SPAN, COVERAGE and GRAPH; kvp.h says what their words hold.
         names: where reasons go.
     """
@@ -66,7 +66,9 @@ def marks(recording: Recording, told: RingRecords, names: Names) -> None:
     is_span = records["call"] == SPAN
     mixed = is_span & (records["result"] == 0)
     spans = np.flatnonzero(is_span & ~mixed & (end > start))
-    recording.tables["spans"] = _spans(records[spans], start[spans], process[spans], device[spans], told.stream[spans])
+    seen = records[spans].copy()
+    seen["bytes"] = bytes_of_copies(recording, seen, process[spans], told.stream[spans])
+    recording.tables["spans"] = _spans(seen, start[spans], process[spans], device[spans], told.stream[spans])
     says = np.flatnonzero(((records["call"] == COVERAGE) | mixed) & (end > start))
     recording.tables["coverage"] = _coverage(
         start[says],
@@ -85,28 +87,29 @@ def marks(recording: Recording, told: RingRecords, names: Names) -> None:
     _graphs(recording, records[records["call"] == GRAPH], process[records["call"] == GRAPH])
 
 
-def bytes_of_copies(recording: Recording) -> None:
-    """Takes the bytes of memsets out of spans of copies: no copy has more than the largest call of its stream.
+def bytes_of_copies(recording: Recording, records: Array, process: Array, stream: Array) -> Array:
+    """Bytes of each span without those of memsets: no copy has more than the largest call of its stream; (spans,).
 
     Memsets are too short to be told apart, and recordings made until now count their bytes with those of the copies
     beside them. Where calls were lost, the largest is not known.
     """
-    spans, calls = recording.spans, recording.calls
-    both = (Direction.H2D, Direction.D2H)
-    rows = np.flatnonzero((spans["engine"] == Engine.COPY) & (spans["graph"] < 0) & np.isin(spans["direction"], both))
-    rows = rows[~np.isin(spans["process"][rows], [one for one, many in recording.lost.items() if many])]
+    calls, size = recording.calls, records["bytes"].astype(np.int64)
+    direction = known_codes(records["direction"] & 15, Direction)
+    copies = ENGINES[np.minimum(records["result"], len(ENGINES) - 1)] == Engine.COPY
+    rows = np.flatnonzero(copies & np.isin(direction, (Direction.H2D, Direction.D2H)))
+    rows = rows[~np.isin(process[rows], [one for one, many in recording.lost.items() if many])]
     made = np.flatnonzero(among(calls["kind"], (CallKind.COPY, CallKind.COPY_SYNC, CallKind.BATCH)))
     if not len(rows) or not len(made):
-        return
-    keys = [
-        np.stack([table[name][some] for name in ("process", "stream", "direction")], axis=1)
-        for table, some in ((spans, rows), (calls, made))
-    ]
-    where, which = np.unique(np.concatenate(keys), axis=0, return_inverse=True)
-    largest = np.full(len(where), -1, dtype=np.int64)
+        return size
+    spans = process[rows], stream[rows], direction[rows]
+    called = calls["process"][made], calls["stream"][made], calls["direction"][made]
+    keys = np.concatenate([np.stack(one, axis=1).astype(np.int64) for one in (spans, called)])
+    where, which = np.unique(keys, axis=0, return_inverse=True)
+    which, largest = which.ravel(), np.full(len(where), -1, dtype=np.int64)
     np.maximum.at(largest, which[len(rows) :], calls["bytes"][made])
-    most = largest[which[: len(rows)]] * np.maximum(spans["count"][rows], 1)
-    spans.columns["bytes"][rows] = np.where(most >= 0, np.minimum(spans["bytes"][rows], most), spans["bytes"][rows])
+    most = largest[which[: len(rows)]] * np.maximum(records["count"][rows].astype(np.int64), 1)
+    size[rows] = np.where(most >= 0, np.minimum(size[rows], most), size[rows])
+    return size
 
 
 def _queue_marks(records: Array, start: Array, process: Array, stream: Array) -> Table:

@@ -3,53 +3,54 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
+from kvprobe.probe.ring import SPAN
+from kvprobe.probe.ring_layout import RECORD
 from kvprobe.recordings.link_rate import link_rate
-from kvprobe.recordings.model import CallKind, Direction, Engine, Recording, Source, Table
-from kvprobe.recordings.run_marks import bytes_of_copies
+from kvprobe.recordings.model import CallKind, Direction, Recording, Source, Table
+from kvprobe.recordings.run_events import RingRecords
+from kvprobe.recordings.run_marks import marks
+from kvprobe.recordings.vocabulary import Names
 
-MIB = 1 << 20
+KIB, MIB, LOADS = 1 << 10, 1 << 20, 2
 
 
-def with_a_memset(lost: int = 0) -> Recording:
-    """Two streams: on the first 8 KiB come in 10 us, counted with a memset's 16 MiB; on the other 8 MiB at 50 GB/s."""
-    recording = Recording([Source("made", "trace")], names=["", "cudaMemcpyAsync"])
+def read(spans: list[tuple[int, int, int]], largest: list[int], lost: int = 0) -> Recording:
+    """Spans of loads, each of a stream of its own: ns, bytes and count; `largest` call of each of these streams."""
+    recording, rows = Recording([Source("made", "trace")], names=["", "cudaMemcpyAsync"]), len(spans)
     recording.lost[0] = lost
     recording.tables["calls"] = Table(
         "calls",
         {
-            "start_ns": np.array([0, 20]),
-            "end_ns": np.array([5, 25]),
-            "kind": np.full(2, CallKind.COPY),
-            "direction": np.full(2, Direction.H2D),
-            "bytes": np.array([8_192, 8 * MIB]),
-            "stream": np.array([0, 1]),
-            "name": np.ones(2),
+            "start_ns": np.arange(rows),
+            "end_ns": np.arange(rows) + 1,
+            "kind": np.full(rows, CallKind.COPY),
+            "direction": np.full(rows, Direction.H2D),
+            "bytes": np.array(largest),
+            "stream": np.arange(rows),
         },
     )
-    recording.tables["spans"] = Table(
-        "spans",
-        {
-            "start_ns": np.array([0, 20_000]),
-            "end_ns": np.array([10_000, 20_000 + round(8 * MIB / 50)]),
-            "engine": np.full(2, Engine.COPY),
-            "direction": np.full(2, Direction.H2D),
-            "bytes": np.array([16 * MIB + 8_192, 8 * MIB]),
-            "count": np.array([2, 1]),
-            "stream": np.array([0, 1]),
-        },
-    )
+    records = np.zeros(rows, dtype=RECORD)
+    records["call"], records["result"], records["direction"] = SPAN, LOADS, Direction.H2D
+    for row, (ns, size, count) in enumerate(spans):
+        records["start_ns"][row], records["dur_ns"][row], records["dst"][row] = 1_000 * row, ns, ns
+        records["bytes"][row], records["count"][row] = size, count
+    zero = np.zeros(rows, dtype=np.int64)
+    marks(recording, RingRecords(records, zero, zero, np.arange(rows)), Names())
     return recording
 
 
-def test_a_memset_among_copies_makes_the_link_no_faster() -> None:
-    recording = with_a_memset()
-    bytes_of_copies(recording)
-    assert recording.spans["bytes"].tolist() == [16_384, 8 * MIB]
-    assert round(link_rate(recording, Direction.H2D)[0] / 1e9) == 50
+@pytest.mark.parametrize(("lost", "kib"), [(0, 16), (3, 16 * KIB + 8)])
+def test_a_memset_among_copies_makes_the_link_no_faster(lost: int, kib: int) -> None:
+    """On the first stream 8 KiB came beside a memset of 16 MiB. Where calls were lost, no call may be the largest."""
+    loads = [(20_000, 16 * MIB + 8 * KIB, 2), (round(8 * MIB / 50), 8 * MIB, 1)]
+    recording = read(loads, [8 * KIB, 8 * MIB], lost)
+    spans = recording.spans
+    assert spans["bytes"][spans["stream"] == 0].sum() == kib * KIB
+    assert (link_rate(recording, Direction.H2D)[0] > 55e9) == bool(lost)
 
 
-def test_where_calls_were_lost_the_largest_copy_is_not_known() -> None:
-    recording = with_a_memset(lost=3)
-    bytes_of_copies(recording)
-    assert recording.spans["bytes"].tolist() == [16 * MIB + 8_192, 8 * MIB]
+def test_a_long_run_of_copies_keeps_its_bytes_in_all_its_pieces() -> None:
+    spans = read([(1_000 * 3 * 700, 700 * 16 * KIB, 700)], [16 * KIB]).spans
+    assert len(spans["bytes"]) > 1 and spans["bytes"].sum() == 700 * 16 * KIB
