@@ -55,7 +55,7 @@ ENDED = "{run} has ended, and top shows running processes only: see `kvprobe rep
     help="Serve http://127.0.0.1:PORT/metrics meanwhile; only this machine can reach it.",
 )
 def command(target: str | None, interval: float, once: bool, as_json: bool, prometheus: int | None) -> None:
-    """Watch submissions while they happen: rate, p50 and p99, blocked time, GB/s, the longest call in flight.
+    """Watch submissions while they happen: rate, p50 and p99, blocked time, GB/s, the longest call that still runs.
 
     For vLLM, SGLang and any program that calls `kvprobe.mark` at each step, top also shows the time to the first token
     and between tokens, where that time went, and which request waited longest.

@@ -50,6 +50,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     ns = joined.host.free_ns[rows]
     names = {joined.text(i): int(ns[joined.name[rows] == i].sum()) for i in np.unique(joined.name[rows])}
     worst = max(names, key=lambda name: names[name])
+    part = ms(names[worst]) if len(names) > 1 else "all"
     asked = int(joined.bytes[rows].sum())
     return joined.host_finding(
         CAUSE,
@@ -64,13 +65,13 @@ def find(joined: JoinedRecording) -> Finding | None:
                 "ns",
                 MEASURED,
             ),
-            Evidence(f"calls of {worst} alone took {ms(names[worst])}", names[worst], "ns", MEASURED),
             Evidence(
-                f"they asked for {asked / 1e6:,.1f} MB" if asked else "their sizes are not in the recording",
-                asked,
-                "bytes",
-                COUNTED,
+                f"calls of {worst} took {part} of this time",
+                names[worst],
+                "ns",
+                MEASURED,
             ),
+            *((Evidence(f"they asked for {asked / 1e6:,.1f} MB", asked, "bytes", COUNTED),) if asked else ()),
         ),
         cure=_changes(names),
         chart=joined.slow_calls_chart(rows, "Allocations between submissions"),

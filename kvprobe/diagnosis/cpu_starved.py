@@ -1,16 +1,16 @@
 """A thread that submits has no CPU: others run on it, or the container's quota is used up.
 
-Mechanism: the kernel takes the CPU from a thread, in a call or between two calls. The thread gets the CPU back some
+Mechanism: Linux takes the CPU from a thread, in a call or between two calls. The thread gets the CPU back some
 milliseconds later or, if its control group has used up its CPU quota, at the next period (100 ms). The thread does
 nothing in between.
 
-Signature: kvprobe reads the kernel's counters of the thread about every 20 ms, and one of these is true:
- - Slow submissions: between the two readings around them, the kernel counted waiting for a CPU that is at least half of
-   the time that the submissions took longer than usual. If the thread also slept for that long between the readings (a
-   lock makes a thread sleep), the counted waiting must cover all of the extra time. Submissions that a full queue,
-   pageable memory or a label of the recorder explains do not count: a thread that waits there uses its CPU.
- - Pauses between calls: in pauses of at least a millisecond, the kernel counted waiting for a CPU that is at least a
-   tenth of the thread's time.
+Signature: kvprobe reads Linux's counters of the thread about every 20 ms, and one of these is true:
+ - Slow submissions: the thread waited for a CPU between the two readings around them, for at least half of the time
+   that the submissions took longer than usual. If the thread also slept for that long between the readings (a lock
+   makes a thread sleep), it must have waited for a CPU for all of this time. Submissions that a full queue, pageable
+   memory or a label of the recorder explains do not count: a thread that waits there uses its CPU.
+ - Pauses between calls: in pauses of at least a millisecond, the thread waited for a CPU for at least a tenth of its
+   time.
 
 The larger of the two losses is the title of the finding. The other one is evidence.
 

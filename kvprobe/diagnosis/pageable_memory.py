@@ -71,7 +71,10 @@ def find(joined: JoinedRecording) -> Finding | None:
     rows = np.flatnonzero(pageable & (excess > np.maximum(usual // 2, SUBMISSION_NS)))
     if not len(rows):
         return None
-    excess = excess[rows]
+    rows = rows[joined.host.free_ns[rows] > 0]  # what the window holds and no other cause explains
+    if not len(rows):
+        return None
+    excess = np.minimum(excess, joined.host.free_ns)[rows]
     lost = int(excess.sum())
     waited_ns, untold = _waited_for_ns(joined, rows)
     saving = None if untold else max(0.0, 1 - waited_ns / lost) if lost else 1.0
@@ -172,7 +175,7 @@ def _of_directions(joined: JoinedRecording, rows: Array, excess: Array) -> list[
         mine = joined.direction[rows] == direction
         if mine.any():
             part = share(int(excess[mine].sum()), int(excess.sum()))
-            text = f"{name}: {int(mine.sum()):,} calls, {part} of the time lost"
+            text = f"{name}: {'all of them' if mine.all() else f'{int(mine.sum()):,} calls, {part} of the time lost'}"
             evidence.append(Evidence(text, int(mine.sum()), "calls", COUNTED))
     return evidence
 

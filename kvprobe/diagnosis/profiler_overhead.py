@@ -29,7 +29,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     if not cover.total_ns:
         return None
     excess = joined.excess_ns
-    rows = np.flatnonzero(joined.slow & (joined.kind != CallKind.SYNC))
+    rows = np.flatnonzero(joined.slow & (joined.kind != CallKind.SYNC) & (joined.host.free_ns > 0))
     overlap = cover.within(joined.start[rows], joined.end[rows])
     rows, overlap = rows[overlap > 0], overlap[overlap > 0]
     # A call that a flush delays waits for the flush's lock and then works through what queued up behind it.

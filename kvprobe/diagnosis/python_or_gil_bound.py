@@ -323,7 +323,7 @@ def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
     outside = outside_calls_ns(joined, gaps.start[mine], gaps.end[mine]) or host
     idle = Evidence(
         f"in {int(mine.sum()):,} gaps, the GPU ran nothing and the thread that launches was in no CUDA call: together "
-        f"{ms(outside)}, {share(outside, span)} of the serving window; for the rest of the gaps it submitted",
+        f"{ms(outside)}, {share(outside, span)} of the serving window. For the rest of the gaps, the thread submitted",
         outside,
         "ns",
         MEASURED,
@@ -355,8 +355,8 @@ def _evidence(gaps: Gaps, signs: _Signs) -> list[Evidence]:
         between = float(np.median(gaps.host_ns[signs.short]))
         evidence.append(
             Evidence(
-                f"the host takes {ms(between)} longer for each launch than the device for what was queued (median of "
-                f"{int(signs.short.sum()):,} gaps shorter than {ms(SHORT_NS)})",
+                f"before each launch, the thread was outside of CUDA calls for {ms(between)} while the GPU was idle "
+                f"(median of {int(signs.short.sum()):,} gaps shorter than {ms(SHORT_NS)})",
                 between,
                 "ns",
                 MEASURED,

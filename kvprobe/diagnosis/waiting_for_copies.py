@@ -12,9 +12,9 @@ Before the first kernel of the window, and after the last one, nothing shows whe
 been loaded, or the model may have ended. kvprobe does not decide about this time.
 
 Time lost: the wall time in which only copies ran. Predicted saving: kvprobe predicts a saving for loads that are
-submitted ahead, and for stores that the next step does not wait for. The saving is the time of these copies that
-kernels could have hidden, and at most the time of the kernels. For fewer bytes, kvprobe predicts none, because the
-saving depends on how many fewer bytes there are.
+submitted ahead, for stores that the next step does not wait for, and for copies inside the GPU that run beside kernels.
+The saving is the time of these copies that kernels could have hidden, and at most the time of the kernels. For fewer
+bytes, kvprobe predicts none, because the saving depends on how many fewer bytes there are.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import Array, Direction, Engine
 
 CAUSE = cause_of(__name__)
-LOADS, STORES = "loads", "stores"
+LOADS, STORES, INSIDE = "loads", "stores", "copies inside the GPU"
 HARDLY = 0.01  # of what is lost: a change that saves less is none
 AHEAD = Change(
     "Submit each load one step earlier, on a stream of its own, and let the compute stream wait for its event just "
@@ -53,6 +53,10 @@ BEHIND = Change(
     "Let the next step begin before the stores of this step have ended: submit stores on a stream of their own, and "
     "wait for their events only before their blocks are reused",
     share=1.0,
+)
+ALONE = Change(
+    "Let the copies inside the GPU run on a stream of their own while the model computes, or leave them out: let the "
+    "next kernel read their source"
 )
 FEWER = Change(
     "Move fewer bytes: a smaller KV type (fp8), more reuse on the GPU, a larger GPU share for weights", "setting"
@@ -90,7 +94,9 @@ def find(joined: JoinedRecording) -> Finding | None:
         *(
             (
                 Evidence(
-                    f"for {share(lost - slow, lost)} of these {ms(lost)}, the link ran at its limit",
+                    ("for " + (f"{share(lost - slow, lost)} of these {ms(lost)}" if slow else "all this time"))
+                    + ", copies ran at the link's full rate"
+                    + (" or inside the GPU" if INSIDE in dict(by_direction) else ""),
                     lost - slow,
                     "ns",
                     MEASURED,
@@ -178,7 +184,7 @@ def _copies(joined: JoinedRecording, gpu: GpuAccount, alone: Cover) -> _Alone:
     table = joined.recording.executions
     rows = np.flatnonzero((table["engine"] == Engine.COPY) & among(table["process"], gpu.processes))
     rows = rows[alone.within(joined.x_start[rows], joined.x_end[rows]) > 0]
-    names = {Direction.H2D: LOADS, Direction.D2H: STORES, Direction.D2D: "copies inside the GPU"}
+    names = {Direction.H2D: LOADS, Direction.D2H: STORES, Direction.D2D: INSIDE}
     spent = []
     seen = _seen(joined, gpu)
     for direction, name in names.items():
@@ -242,14 +248,15 @@ def _beside(joined: JoinedRecording, gpu: GpuAccount) -> int:
 
 
 def _beside_compute(by_direction: list[tuple[str, int]], loading: Change, hidden: float) -> list[Change]:
-    """`loading` for loads, stores behind; of each direction its part of what compute could have hidden, 0 to 1."""
+    """A change for each direction, with its part of what compute could have hidden, 0 to 1; none for a trifle."""
     spent = dict(by_direction)
-    stores = spent.get(STORES, 0)
-    loads = sum(spent.values()) - stores
-    total = max(loads + stores, 1)
-    parts = [(loading, loads), (BEHIND, stores)]
+    total = max(sum(spent.values()), 1)
+    parts = [(loading, spent.get(LOADS, 0)), (BEHIND, spent.get(STORES, 0)), (ALONE, spent.get(INSIDE, 0))]
     parts.sort(key=lambda one: -one[1])
-    return [Change(change.text, share=max(hidden, 0.0) * ns / total) for change, ns in parts if ns or not spent]
+    if not spent:
+        parts = parts[:2]
+    matter = [(change, ns) for change, ns in parts if not spent or ns >= HARDLY * total]
+    return [Change(change.text, share=max(hidden, 0.0) * ns / total) for change, ns in matter]
 
 
 def _noun(by_direction: list[tuple[str, int]]) -> str:

@@ -18,9 +18,8 @@ thread usually takes from the results of a step to the next submission. If the r
 did in a pause of this kind, kvprobe does not decide about the pause, either: the thread may have prepared a request, or
 waited for one.
 
-Time lost: the wall time in which the GPU ran nothing for this reason. Predicted saving: of what a change is about, all
-of this time. If the thread prepares the next step while the GPU works, the saving is at most what fits beside this
-work.
+Time lost: the wall time in which the GPU ran nothing for this reason. Predicted saving: all of the time that a change
+is about. If the thread prepares the next step while the GPU works, the saving is at most what fits beside this work.
 """
 
 from __future__ import annotations
@@ -93,7 +92,7 @@ class _Part:
     @property
     def said(self) -> str:
         """Of the time in which nothing ran, in a sentence."""
-        return HELD if self.line is None else f"the thread that submitted what ran next {self.did or DID[self.line]}"
+        return HELD if self.line is None else f"the thread that submits {self.did or DID[self.line]}"
 
     @property
     def title(self) -> str:

@@ -60,7 +60,7 @@ class SchedulerDedup:
             if not self._redundant:
                 self._adapter.decide(
                     "note",
-                    "redundant_loads: blocks are loaded while a load of them is in flight",
+                    "redundant_loads: blocks are loaded while another request is loading them",
                     blocks=stats.redundant_bytes,
                 )
             self._redundant = stats.redundant_bytes

@@ -157,12 +157,13 @@ def _stood_still(e: seen.StoodStill) -> QueueConclusion:
 
 def _step(e: seen.DepthStep) -> QueueConclusion:
     share, elsewhere = _share(e.slow, e.top), _share(e.slow_below, e.below)
+    below = f"{elsewhere:.1%}" if e.slow_below else "none"
     enough = e.below >= c.LEAST_SEEN and share >= max(c.CHUNK_SHARE, c.STEP_TIMES * elsewhere)
     return _said(
         e.depth >= c.LEAST_DEPTH and enough and e.slow >= max(c.LEAST_BLOCKED, 4 * e.passed),
         f"{e.slow:,} calls with {e.shallowest:,} or more submissions outstanding took {time_text(e.lost_ns)} longer "
-        f"than usual; {share:.0%} of the calls at this depth are slow, and {elsewhere:.1%} of the calls below it "
-        f"({e.how})",
+        f"than usual; {share:.0%} of the calls at this depth are slow, and {below} "
+        f"of the calls below it ({e.how})",
     )
 
 

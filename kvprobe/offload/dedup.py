@@ -108,7 +108,7 @@ class LoadDedup:
         if redundant:
             self.stats.redundant_bytes += redundant * self._block_bytes
             if self.mode == "auto" and not self.on:
-                self._switch(True, f"{redundant} blocks were loaded while a load of them was in flight")
+                self._switch(True, f"{redundant} blocks were loaded while another request was loading them")
 
     def ended(self, keys: Iterable[Hashable]) -> list[Hashable]:
         """A load ended, whichever way.

@@ -240,7 +240,9 @@ def _table(outcome: Mapping[str, Any]) -> TableView:
     for label, key, text in ROWS:
         before, after = outcome["shared"].get(key), outcome["auto"].get(key)
         rows.append([label, (text(before), before), (text(after), after), ratio(before, after)])
-    said = "Under auto, times are those after its last switch; what was served and moved is of the whole phase."
+    said = (
+        "Under auto, the times are from after its last switch. The requests and the bytes are those of the whole phase."
+    )
     return table("The phases in numbers", ["Figure", "shared", "auto", "Change"], rows, said)
 
 

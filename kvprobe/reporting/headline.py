@@ -365,8 +365,12 @@ def _facts_of(first: Finding) -> list[Fact]:
 
 
 def only_waited(finding: Finding) -> bool:
-    """Whether the time that copies lost is just what the GPUs waited for them, so that one figure says both."""
-    if finding.lost_on != "copy engine" or not finding.device_ns or finding.window_ns <= 0:
+    """Whether what copies or threads lost is just what the GPUs waited for it: then one figure says both."""
+    if not finding.device_ns or finding.window_ns <= 0:
+        return False
+    if finding.lost_on == "host":
+        return duration(finding.lost_ns) == duration(finding.device_ns)
+    if finding.lost_on != "copy engine":
         return False
     gpus = max(round(finding.of_ns / finding.window_ns), 1)
     return abs(finding.lost_ns - gpus * finding.device_ns) <= _ALIKE * finding.lost_ns

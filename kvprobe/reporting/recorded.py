@@ -292,9 +292,7 @@ def _timeline(
         durations = found.dur_ns[mask]
         half, high, top = charts.quantiles(durations, 0.5, 0.99, 1.0)
         words.append(
-            f"{len(durations):,} {name}: median {duration(half)}, p99 {duration(high)}, longest {duration(top)}."
-            if len(durations) > 1
-            else f"1 of {name}: {duration(top)}."
+            f"{len(durations):,} {name} (median {duration(half)}, p99 {duration(high)}, longest {duration(top)})"
         )
         lines.append(Points(name, found.start_ns[mask], durations))
     span_ns = found.span[1] - found.span[0]
@@ -305,7 +303,7 @@ def _timeline(
     ]
     exact = series.slowest(found.dur_ns, SLOWEST) if len(found.rows) > charts.EXACT else None
     chart = charts.timeline(
-        ("submissions", "Submit time", f"In the whole recording: {' '.join(words)}"),
+        ("submissions", "Submit time", f"The whole recording has {', '.join(words)}."),
         lines,
         found.span,
         _SUBMIT_TIME,

@@ -55,9 +55,9 @@ def loads(waited: bool = True, measured: bool = False) -> Recording:
 
 def share(recording: Recording) -> float | None:
     found = next(one for one in diagnose(recording) if one.cause == "pageable_memory")
-    said = [one.text for one in found.evidence if "cannot be told" in one.text]
+    said = [one.text for one in found.evidence if "not known by how much" in one.text]
     assert bool(said) == (found.cure[0].share is None)
-    assert not said or said[0].startswith(f"{MANY} of these copies are waited for")
+    assert not said or said[0].startswith(f"the thread waits for {MANY} of these copies")
     return found.cure[0].share
 
 
