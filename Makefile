@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
-# pip compiles one file after another, and packages' own tests as well: more than half the time of installing torch.
+# pip would compile one file after another, and packages' own tests as well; here all cores do, without these.
 INSTALL = $(PIP) install --no-compile -e $(1) && { $(BIN)/python -m compileall -qq -j 0 -x '/tests?/' $(VENV)/lib || true; }
 TESTS  ?= tests
 # More than cores: a third of the time tests wait for programs that they started, or for a clock.

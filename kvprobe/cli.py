@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import gc
 import importlib
 import io
 import os
@@ -220,6 +221,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def entry() -> None:
     """Console script: `main` as an exit code."""
+    gc.set_threshold(20_000)  # what is imported stays; at Python's 700 it is searched for garbage again and again
     code = main()
     # Ctrl-C while text is compiled and run, as for data classes, is remembered by Python as unhandled, caught or not,
     # and `python -m kvprobe` would end by the signal. What is run next forgets it.

@@ -26,8 +26,6 @@ from kvprobe.recordings.occupancy import occupancy
 
 from .watched import COPIES, HOSTRT, KVPROBE, clean_environment, run_watched, wait_for_end
 
-pytestmark = pytest.mark.timeout(200)
-
 
 @pytest.fixture(scope="module", autouse=True)
 def libraries() -> None:

@@ -18,8 +18,6 @@ from kvprobe.native import build
 
 from .watched import COPIES, KVPROBE, clean_environment
 
-pytestmark = pytest.mark.timeout(200)
-
 
 @pytest.fixture(scope="module", autouse=True)
 def libraries() -> None:

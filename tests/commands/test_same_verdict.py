@@ -81,7 +81,6 @@ def test_top_suspects_a_full_queue_where_the_report_names_one(tmp_path: Path, pa
     assert not suspected or of_recording(recording, findings).state == "found"
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("program", ["loads_on_one_stream", "copies_that_are_large_enough"])
 def test_run_says_of_its_recording_what_the_other_commands_say(kvprobe, tmp_path: Path, program: str) -> None:
     build.build()

@@ -14,7 +14,6 @@ from kvprobe.output import schema_of
 
 from .watched import COPIES, KVPROBE, clean_environment
 
-pytestmark = pytest.mark.timeout(200)
 SOURCE = Path(__file__).parents[1] / "native" / "programs" / "verified.c"
 
 

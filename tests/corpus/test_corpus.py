@@ -134,7 +134,6 @@ def test_served_programs_say_their_truth_and_are_a_set_of_their_own():
     assert not [name for name, one in SERVED.items() if {*one.like} & {*one.causes, *one.also}]
 
 
-@pytest.mark.timeout(120)
 def test_served_programs_run_to_their_end_with_the_bytes_that_they_were_to_move():
     """For a twentieth of their time, on the host runtime; programs check their bytes themselves."""
     build.build()
@@ -169,7 +168,6 @@ def test_a_served_program_whose_trouble_is_not_plain_is_refused():
             plain(account, line)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     "program", ["a_scheduler_in_python_between_steps", "a_server_that_sleeps_because_nobody_asked"]
 )
@@ -199,7 +197,6 @@ def recorded(program, tmp_path):
     return open_recording(folder), json.loads(line)["lost_ns"]
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("program", RECORDED)
 def test_a_program_is_recorded_by_kvprobe_run_on_the_host_runtime(program, tmp_path):
     recording, lost = recorded(program, tmp_path)
@@ -208,7 +205,6 @@ def test_a_program_is_recorded_by_kvprobe_run_on_the_host_runtime(program, tmp_p
     assert not set(PROGRAMS[program].like) & set(one.named)
 
 
-@pytest.mark.timeout(200)
 def test_neighbours_are_told_from_scattered_blocks_by_their_addresses(tmp_path):
     """What they cost depends on the machine, and is tested in tests/diagnosis; where they lie does not."""
     for program, least, most in (

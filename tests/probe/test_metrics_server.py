@@ -47,7 +47,6 @@ def clients(url: str, many: int, text: bytes) -> list[socket.socket]:
     return found
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("text", [b"", b"GET /metrics HTTP/1.1\r\nHost: x\r\n"])
 def test_clients_that_do_not_finish_hold_few_threads_and_are_dropped(url: str, text: bytes) -> None:
     open_clients = clients(url, 60, text)
@@ -60,7 +59,6 @@ def test_clients_that_do_not_finish_hold_few_threads_and_are_dropped(url: str, t
     assert "kvprobe_watched_processes" in scrape(url)
 
 
-@pytest.mark.timeout(60)
 def test_a_client_that_sends_a_byte_now_and_then_is_dropped(url: str) -> None:
     (client,) = clients(url, 1, b"GET ")
     with pytest.raises(OSError):
