@@ -43,10 +43,10 @@ def _table(recording: Recording, side: str, found: list[Sleep], zero_ns: int) ->
             str(one.thread),
             (moved_text(one.bytes), one.bytes),
             (duration(one.ns), one.ns),
-            *(_phase(one.phases[name]) for name in phases),
             (rate(one.bytes_per_s), one.bytes_per_s),
-            _nodes(one.nodes),
             (link_share(one.bytes_per_s / link), one.bytes_per_s / link) if link else NONE,
+            *(_phase(one.phases[name]) for name in phases),
+            _nodes(one.nodes),
         ]
         for one in found[:_MOST]
     ]
@@ -57,10 +57,10 @@ def _table(recording: Recording, side: str, found: list[Sleep], zero_ns: int) ->
         "Thread",
         "Bytes",
         "Took",
-        *(name.capitalize() for name in phases),
         "Rate",
-        "NUMA node",
         "Of the link",
+        *(name.capitalize() for name in phases),
+        "NUMA node",
     )
     notes = (note, *(_prepared(recording) if side == "sleep" else ()), left_out(_MOST, len(found)))
     return table(_TITLES[side], columns, rows, " ".join(part for part in notes if part))

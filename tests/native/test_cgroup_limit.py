@@ -59,6 +59,12 @@ def program(compile_c: Callable[..., Path], libraries: Path) -> Path:
     return compile_c("recycled", f"-I{include}", f"-L{libraries}", "-lkvprobe_hostrt", f"-Wl,-rpath,{libraries}")
 
 
+@pytest.fixture(scope="module")
+def pageable(compile_c: Callable[..., Path], libraries: Path) -> Path:
+    include = Path(__file__).parents[2] / "kvprobe" / "native" / "hostrt"
+    return compile_c("pageable", f"-I{include}", f"-L{libraries}", "-lkvprobe_hostrt", f"-Wl,-rpath,{libraries}")
+
+
 def play(group: Path, program: Path, what: str, **environment: str) -> tuple[str, int]:
     """What it printed in that cgroup, and how it ended."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("KV")} | environment
@@ -86,3 +92,15 @@ def test_who_exceeds_the_limit_ends_as_without_kvprobe_and_leaves_nothing(
     assert play(group[0], program, "exceeds", **watched(libraries, tmp_path, 300 * MIB)) == alone
     procs = (group[0] / "cgroup.procs").read_text()
     assert not procs.strip()
+
+
+@pytest.mark.parametrize(("what", "fits"), [("fills-most", True), ("fills-more", False)])
+def test_staged_copies_need_no_more_than_the_program_s(
+    pageable: Path, libraries: Path, tmp_path: Path, group: tuple[Path, str], what: str, fits: bool
+) -> None:
+    given = {"KVHOST_PAGEABLE_GBPS": "2", "KVPROBE_LOCKED_BYTES": str(8 * MIB)}
+    alone = play(group[0], pageable, what)
+    assert (alone == ("0 wrong\n", 0)) == fits
+    assert play(group[0], pageable, what, **watched(libraries, tmp_path, **given)) == alone
+    assert not fits or "pageable copies went through 8 MiB" in noted(tmp_path)
+    assert not (group[0] / "cgroup.procs").read_text().strip()

@@ -7,12 +7,15 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvprobe.probe.ring import read_ring
 from kvprobe.recordings import open_recording
 
 MIB = 1 << 20
@@ -42,14 +45,14 @@ def account(compile_c: Callable[..., Path]) -> Path:
     return compile_c("cure_account")
 
 
-def play(program: Path, *arguments: object, **environment: str) -> tuple[str, str]:
+def play(program: Path, *arguments: object, code: int = 0, **environment: str) -> tuple[str, str]:
     """What the program printed, and what it said of itself. A pageable copy is 8 times slower than the link."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("KVPROBE")}
     env |= {"KVHOST_PAGEABLE_GBPS": "0.5", **environment}
     done = subprocess.run(
         [program, *map(str, arguments)], env=env, capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
+    assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
     return done.stdout, done.stderr
 
 
@@ -147,6 +150,61 @@ def test_the_driver_is_not_asked_about_each_copy_of_a_healthy_program(
 ) -> None:
     seen, _ = play(program, "pinned", 60, **watched(libraries, tmp_path))
     assert seen == "0 questions\n0 wrong\n"
+
+
+# ---- how it ends, and limits -----------------------------------------------------------------------------------------
+
+
+def test_who_ends_while_a_thread_copies_ends_as_without(program: Path, libraries: Path, tmp_path: Path) -> None:
+    alone = play(program, "exits", 1, code=7)
+    assert play(program, "exits", 60, code=7, **watched(libraries, tmp_path)) == alone == ("ends, 0 wrong\n", "")
+    assert min(staged(tmp_path)) >= 5
+
+
+def test_children_that_are_made_while_a_thread_copies_copy_as_without(
+    program: Path, libraries: Path, tmp_path: Path
+) -> None:
+    alone = play(program, "forks-beside", 1)
+    seen = play(program, "forks-beside", 60, **watched(libraries, tmp_path))
+    assert seen == alone == ("0 " * 12 + "ended, 0 wrong\n", "")
+    assert min(staged(tmp_path)) >= 5
+
+
+def test_who_is_killed_in_a_copy_leaves_a_recording_and_no_thread(
+    program: Path, libraries: Path, tmp_path: Path
+) -> None:
+    given = watched(libraries, tmp_path)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("KVPROBE")}
+    env |= {"KVHOST_PAGEABLE_GBPS": "0.5", **given}
+    with subprocess.Popen([program, "goes-on"], env=env, stdout=subprocess.PIPE) as process:
+        while not decisions(tmp_path):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.kill()
+        assert process.wait() == -9 and process.communicate()[0] == b""
+    (ring,) = (read_ring(path) for path in tmp_path.glob("*.kvp"))
+    assert ring.state == "running" and sum(int(slot["count"]) for slot in ring.slots()) > 0
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [("limited-space", "too little memory is left"), ("limited-threads", "no thread"), ("limited-locks", "")],
+)
+def test_limits_of_the_process_are_the_programs_own(program: Path, libraries: Path, what: str, why: str) -> None:
+    one = {"MALLOC_ARENA_MAX": "1"}  # others take address space whenever a thread begins
+    alone, _ = play(program, what, 1, **one)
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        folder.chmod(0o777)  # a user of its own has the limit on threads, and may enter no folder of the tests
+        seen, _ = play(program, what, 60, **watched(libraries, folder, **one))
+        said = decisions(folder)
+        loads, stores = (0, 0) if why else staged(folder)
+    assert seen == alone and seen.endswith("0 wrong\n")
+    assert what != "limited-space" or "all of it 1" in seen
+    if why:
+        assert said[0]["what"] == "refuse" and why in said[0]["why"]
+    else:
+        assert min(loads, stores) >= 5
 
 
 def test_a_device_that_is_reset_is_served_again(program: Path, libraries: Path, tmp_path: Path) -> None:

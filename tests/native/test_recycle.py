@@ -46,7 +46,7 @@ def program(compile_c: Callable[..., Path], libraries: Path) -> Path:
 def play(program: Path, *arguments: object, **environment: str) -> tuple[str, int]:
     """What the program printed, and the most that was pinned beside what it held."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("KV")}
-    clock = "real" if {"threads", "forks", "outlives"} & {*arguments} else "virtual"
+    clock = "real" if {"threads", "forks", "outlives", "space"} & {*arguments} else "virtual"
     env |= {
         "KVHOST_CLOCK": clock,
         **({"KVHOST_PINNED_BYTES": str(16 * MIB)} if "memory" in arguments else {}),
@@ -132,6 +132,13 @@ def test_memory_that_cannot_be_registered_is_the_runtimes(program: Path, librari
     seen, _ = play(program, "memory", **watched(libraries, tmp_path, 64 * MIB, KVPROBE_POPULATE_BYTES=str(MIB)))
     assert seen == alone
     assert re.search(r"it allocated [1-9]\d* buffers itself", noted(tmp_path))
+
+
+def test_what_was_freed_is_free_where_address_space_is_limited(program: Path, libraries: Path, tmp_path: Path) -> None:
+    one = {"MALLOC_ARENA_MAX": "1"}  # others take address space whenever a thread begins
+    alone, _ = play(program, "space", **one)
+    assert alone == "all of it 1, more 0\n0 wrong\n"
+    assert play(program, "space", **watched(libraries, tmp_path, 512 * MIB, **one)) == (alone, 0)
 
 
 def test_all_but_the_first_sleep_pin_nothing(program: Path, libraries: Path, tmp_path: Path) -> None:

@@ -66,12 +66,11 @@
 #include <sys/prctl.h>
 #include <unistd.h>
 
-#define SMALLEST (128u << 10) /* up to 64 KiB a copy neither waits for its stream nor for its thread */
-#define FIRST_CLASS 17        /* of sizes: log2(SMALLEST) */
-#define LARGE (64u << 20)     /* from here on a copy is made in parts, and each part can go either way */
-#define PART_NS 20000000      /* what a part may wait for a helper: no longer than it takes as it is, at 1.6 GB/s */
-#define LARGE_CLASS 9         /* of LARGE and more */
-#define FRESH_CLASS 10        /* of these, stores into memory whose pages are not there yet */
+#define FIRST_CLASS 17    /* of sizes: log2(KVP_CURED_FROM) */
+#define LARGE (64u << 20) /* from here on a copy is made in parts, and each part can go either way */
+#define PART_NS 20000000  /* what a part may wait for a helper: no longer than it takes as it is, at 1.6 GB/s */
+#define LARGE_CLASS 9     /* of LARGE and more */
+#define FRESH_CLASS 10    /* of these, stores into memory whose pages are not there yet */
 #define CLASSES 11
 #define PART (32u << 20)           /* while it is found out whether it pays */
 #define MOST_PART (1u << 30)       /* afterwards */
@@ -598,9 +597,7 @@ static int needs_no_cure(uint64_t dst, uint64_t src, int kind) {
 
 int kvp_copy_cured(kvp_watched *watched, uint64_t dst, uint64_t src, size_t bytes, int kind, uint64_t stream,
                    int to_end) {
-    if (bytes < SMALLEST || atomic_load(&kvp_watch.captures) ||
-        (kind != TO_DEVICE && kind != TO_HOST && kind != UNKNOWN_KIND))
-        return 0;
+    if (atomic_load(&kvp_watch.captures) || (kind != TO_DEVICE && kind != TO_HOST && kind != UNKNOWN_KIND)) return 0;
     if (needs_no_cure(dst, src, kind)) return 0;
     int was = errno, made = 0, me = (int)getpid(), began = atomic_load(&cure.pid), mode = RELAXED;
     if (began != me) {

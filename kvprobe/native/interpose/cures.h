@@ -23,14 +23,17 @@ typedef struct {
 /* 1: the copy has been made, and its call would have returned 0. 0: the caller makes it, and then calls
  * kvp_copy_made if `watched->account` is set. `kind` as in cudaMemcpyKind, `stream` as the driver names it; `to_end`:
  * the call returns when the device has it all. */
+#define KVP_CURED_FROM (128u << 10) /* bytes: up to 64 KiB a copy neither waits for its stream nor for its thread */
 int kvp_copy_cured(kvp_watched *watched, uint64_t dst, uint64_t src, size_t bytes, int kind, uint64_t stream,
                    int to_end);
 void kvp_copy_made(kvp_watched *watched, int result);
 
-#define KVP_CURED(NATIVE, ...)                                                                                         \
+#define KVP_CURED(NATIVE, DST, SRC, BYTES, ...)                                                                        \
     ({                                                                                                                 \
         kvp_watched watched = {0};                                                                                     \
-        int made = unlikely(kvp_watch.cures) && kvp_copy_cured(&watched, __VA_ARGS__) ? 0 : (NATIVE);                  \
+        size_t size = unlikely(kvp_watch.cures) ? (BYTES) : 0;                                                         \
+        int cured = unlikely(size >= KVP_CURED_FROM) && kvp_copy_cured(&watched, DST, SRC, size, __VA_ARGS__);         \
+        int made = cured ? 0 : (NATIVE);                                                                               \
         if (unlikely(watched.account != NULL)) kvp_copy_made(&watched, made);                                          \
         made;                                                                                                          \
     })

@@ -36,6 +36,7 @@
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #define SMALLEST (1u << 20) /* what is smaller is soon made */
@@ -354,6 +355,12 @@ static void look_whether_it_pays(uint64_t bytes) {
                  "%.3f GB of freed pinned memory were kept, but none was needed again", (double)state.come_bytes / 1e9);
 }
 
+/* Under `ulimit -v` what is kept would fail the program's next large allocation, of whatever kind. */
+static int is_space_limited(void) {
+    struct rlimit space;
+    return getrlimit(RLIMIT_AS, &space) || space.rlim_cur != RLIM_INFINITY;
+}
+
 /* 1: it is kept. */
 static int keep(void *pointer, any_fn *free_host) {
     int was = errno, keeps = 0;
@@ -364,7 +371,7 @@ static int keep(void *pointer, any_fn *free_host) {
     kvp_kept_returned(&kept, &found);
     found.taken = found.bytes;
     struct freeing *how = NULL;
-    if (kvp_watch.recycles & KVP_KEEPS && found.tag == forks_now() &&
+    if (kvp_watch.recycles & KVP_KEEPS && found.tag == forks_now() && !is_space_limited() &&
         key_of((unsigned)found.key & ALL_FLAGS, &context) == found.key && is_whole(pointer, found.bytes) &&
         !driver.cuCtxSynchronize())
         how = freeing_of((free_fn *)free_host, context);

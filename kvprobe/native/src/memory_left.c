@@ -1,9 +1,12 @@
-/* How much memory this process may still take: what the machine has left, and the cgroups above it allow. */
+/* How much memory this process may still take: what the machine has left, and the cgroups above it and
+ * `ulimit -v` allow. */
 #define _GNU_SOURCE
 #include "host_memory.h"
 
 #include <stdio.h>
 #include <string.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
 #define PATH 4096
 
@@ -85,6 +88,13 @@ kvp_memory kvp_memory_left(const char *root) {
                   (const char *[2]){"total_inactive_file", "total_active_file"});
     }
     if (file) fclose(file);
+    struct rlimit space;
+    snprintf(path, sizeof path, "%s/proc/self/statm", root);
+    if (!getrlimit(RLIMIT_AS, &space) && space.rlim_cur != RLIM_INFINITY) {
+        uint64_t pages = number_in(path, NULL), used = pages * (uint64_t)sysconf(_SC_PAGESIZE);
+        uint64_t more = pages != UINT64_MAX && space.rlim_cur > used ? space.rlim_cur - used : 0;
+        if (more < memory.left_bytes) memory.left_bytes = more;
+    }
     return memory;
 }
 

@@ -17,6 +17,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -496,6 +497,97 @@ static void threads(void) {
     for (int i = 0; i < 4; i++) pthread_join(all[i], NULL);
 }
 
+/* A thread copies without an end. */
+static void *copies_on(void *unused) {
+    (void)unused;
+    prepare();
+    uint8_t *at = malloc(4 * MIB), *back = malloc(4 * MIB);
+    for (unsigned turn = 0;; turn++) there_and_back(at, back, some_bytes(turn), turn);
+    return NULL;
+}
+
+static void goes_on(void) { copies_on(NULL); }
+
+/* The program ends while another thread copies. */
+static void exits(void) {
+    pthread_t other;
+    overwrites();
+    pthread_create(&other, NULL, copies_on, NULL);
+    usleep(50000);
+    printf("ends, %ld wrong\n", wrong);
+    exit(7);
+}
+
+/* Children are made while another thread copies; each copies, too. */
+static void forks_beside(void) {
+    pthread_t other;
+    overwrites();
+    pthread_create(&other, NULL, copies_on, NULL);
+    uint8_t *at = malloc(4 * MIB), *back = malloc(4 * MIB);
+    for (int i = 0; i < 12; i++) {
+        fflush(stdout);
+        pid_t child = fork();
+        if (!child) {
+            prepare();
+            wrong = 0;
+            for (unsigned turn = 0; turn < 5; turn++) there_and_back(at, back, some_bytes(turn), turn);
+            _exit(wrong != 0);
+        }
+        int status;
+        waitpid(child, &status, 0);
+        printf("%d ", status);
+    }
+    printf("ended, %ld wrong\n", wrong);
+    exit(0);
+}
+
+static void limit(int what, rlim_t bytes) {
+    struct rlimit most = {bytes, bytes};
+    check(setrlimit(what, &most));
+}
+
+/* So little address space is left that what staging wants is a large part of it: the program still gets all of it. */
+static void limited_space(void) {
+    enum { LEFT = 224 * MIB, OWN = 96 * MIB }; /* recording takes some, too */
+    long pages = 0;
+    FILE *file = fopen("/proc/self/statm", "r");
+    check(!file || fscanf(file, "%ld", &pages) != 1);
+    fclose(file);
+    uint8_t *at = malloc(4 * MIB), *back = malloc(4 * MIB);
+    limit(RLIMIT_AS, (rlim_t)pages * 4096 + 8 * MIB + LEFT);
+    for (unsigned turn = 0; turn < 40; turn++) there_and_back(at, back, some_bytes(turn), turn);
+    usleep(20000); /* for slots, where some are made */
+    for (unsigned turn = 0; turn < 40; turn++) there_and_back(at, back, some_bytes(turn), turn);
+    printf("all of it %d, more %d\n", malloc(OWN) != NULL, malloc(2 * LEFT) != NULL);
+}
+
+static void limited_locks(void) {
+    limit(RLIMIT_MEMLOCK, 65536);
+    overwrites();
+}
+
+/* No thread may be made any more: none is for staging. Of a user of its own, where it is root's. */
+static void limited_threads(void) {
+    if (!getuid()) check(setresuid(54321, 54321, 54321));
+    prctl(PR_SET_DUMPABLE, 1); /* its own files under /proc stay its own */
+    limit(RLIMIT_NPROC, 1);
+    uint8_t *at = malloc(4 * MIB), *back = malloc(4 * MIB);
+    for (unsigned turn = 0; turn < 40; turn++) there_and_back(at, back, some_bytes(turn), turn);
+}
+
+/* In a cgroup of 400 MiB: up and down to fresh memory, in all 300 of it; then more than there is. */
+static void fills(size_t bytes) {
+    uint8_t *there, *at = malloc(bytes);
+    check(cudaMalloc((void **)&there, bytes));
+    memset(at, 7, bytes);
+    check(cudaMemcpy(there, at, bytes, 1));
+    uint8_t *back = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    check(cudaMemcpy(back, there, bytes, 2));
+    for (size_t i = 0; i < bytes; i++) wrong += back[i] != 7;
+}
+static void fills_most(void) { fills(100 * (size_t)MIB); }
+static void fills_more(void) { fills(160 * (size_t)MIB); }
+
 int main(int argc, char **argv) {
     static const struct {
         const char *name;
@@ -519,6 +611,14 @@ int main(int argc, char **argv) {
                  {"query-fails", query_fails},
                  {"load-fails", load_fails},
                  {"store-fails", store_fails},
+                 {"goes-on", goes_on},
+                 {"exits", exits},
+                 {"forks-beside", forks_beside},
+                 {"limited-space", limited_space},
+                 {"limited-locks", limited_locks},
+                 {"limited-threads", limited_threads},
+                 {"fills-most", fills_most},
+                 {"fills-more", fills_more},
                  {"large", large},
                  {"large-driver", large_driver},
                  {"large-refusals", large_refusals},

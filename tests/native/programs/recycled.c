@@ -325,6 +325,22 @@ static void locked_limit(void) {
     sleep_and_wake(2);
 }
 
+/* What was freed can be had again in one piece, if nobody keeps it. */
+static void limited_space(void) {
+    enum { COUNT = 64, EACH = 4 * MIB, OTHERS = 160 * MIB }; /* recording takes some, too */
+    long pages = 0;
+    uint8_t *at[COUNT];
+    FILE *file = fopen("/proc/self/statm", "r");
+    check(!file || fscanf(file, "%ld", &pages) != 1);
+    fclose(file);
+    rlim_t bytes = (rlim_t)pages * 4096 + COUNT * (rlim_t)EACH + OTHERS;
+    struct rlimit space = {bytes, bytes};
+    check(setrlimit(RLIMIT_AS, &space));
+    for (int i = 0; i < COUNT; i++) at[i] = pin(EACH);
+    for (int i = 0; i < COUNT; i++) unpin(at[i], EACH);
+    printf("all of it %d, more %d\n", malloc(COUNT * EACH) != NULL, malloc((size_t)4 * COUNT * EACH) != NULL);
+}
+
 /* Twice what may be kept comes and goes, each size once. */
 static void in_vain(void) {
     for (size_t i = 2; i < 9; i++) unpin(pin(i * i * MIB / 4), i * i * MIB / 4);
@@ -371,6 +387,7 @@ int main(int count, char **arguments) {
     if (!strcmp(play, "forks")) forks();
     if (!strcmp(play, "memory")) out_of_memory();
     if (!strcmp(play, "locked")) locked_limit();
+    if (!strcmp(play, "space")) limited_space();
     if (!strcmp(play, "in-vain")) in_vain();
     if (!strcmp(play, "threads")) threads();
     printf("%ld wrong\n", wrong);
