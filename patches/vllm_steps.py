@@ -42,7 +42,7 @@ class Steps(Adapter):
         self._number = 0
         self._began: dict[int, tuple[int, int]] = {}  # scheduler output -> the step's number, when it was begun
         # Tokens that the step before computed for each request, where each got one and none ended; and what is told of
-        # the steps since that were like it.
+        # the steps since that did the same.
         self._before: dict[str, int] | None = None
         self._alike: step_log.AlikeSteps | None = None
         self._started: set[str] = set()  # requests that have a token; of kvprobe's own thread alone
