@@ -29,6 +29,7 @@ one more thing must be true:
 A driver's lock, a full queue and pageable memory hold a thread inside calls, not between them. Pauses in which the
 thread waited for a CPU do not count, because time slices of the scheduler last some milliseconds, too (`cpu_starved`).
 If a third of all pauses are of this kind, none counts, because the kernel does not report these waits for every moment.
+Pauses in which no other thread of the process ran do not count, either, if `kvprobe run` noted that.
 
 Time lost: the part of the gaps in which the thread was outside of CUDA calls, or inside calls that submit.
 
@@ -44,6 +45,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvprobe.account import Line, Worked, covers_of
+from kvprobe.account.cpu_time import who_worked
 from kvprobe.account.stretches import NOBODY
 from kvprobe.account.threads import runs_python
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, Where, cause_of
@@ -66,7 +68,7 @@ OTHERS = 8  # one in so many pauses lasts another number of intervals than most 
 def _by_lock(joined: JoinedRecording, gaps: Gaps) -> Array:
     """Mask of the long gaps, where they have the switch interval for a floor."""
     waited_ns = waited_within(joined, joined.caller[gaps.call], gaps.start, gaps.end)
-    long = gaps.host_ns >= 1_000_000
+    long = (gaps.host_ns >= 1_000_000) & ~_held_by_nobody(joined, gaps.call, gaps.start, gaps.end)
     starved = long & (2 * waited_ns >= gaps.host_ns)
     long &= ~starved
     if long.sum() < 5 or 2 * starved.sum() >= long.sum():
@@ -74,6 +76,17 @@ def _by_lock(joined: JoinedRecording, gaps: Gaps) -> Array:
     shortest, lower = np.percentile(gaps.host_ns[long], (2, 25))
     floor = bool(SWITCH_NS * 0.96 <= shortest <= SWITCH_NS * 1.14 and lower <= SWITCH_NS * 1.6)
     mask: Array = long & (floor and _taking_turns(gaps.host_ns[long] / SWITCH_NS))
+    return mask
+
+
+def _held_by_nobody(joined: JoinedRecording, before: Array, start: Array, end: Array) -> Array:
+    """Mask of pauses after the calls `before` in which no other thread of the process had the CPU, as `run` noted."""
+    mask = np.zeros(len(before), dtype=bool)
+    for caller in distinct(joined.caller[before]) if joined.recording.pauses.rows else ():
+        mine = np.flatnonzero(joined.caller[before] == caller)
+        row = before[mine[0]]
+        who = who_worked(joined.recording, int(joined.process[row]), int(joined.thread[row]), start[mine], end[mine])
+        mask[mine] = among(who, (Worked.THREAD, Worked.NOBODY))
     return mask
 
 
@@ -154,6 +167,7 @@ def _pauses(joined: JoinedRecording) -> Array:
     found = [joined.by_caller[:0]]
     pauses = long_pauses(joined)
     wanted, starved = pauses.ns < NO_WORK_NS, 2 * pauses.waited_ns >= pauses.ns
+    wanted &= ~_held_by_nobody(joined, pauses.before, pauses.start, pauses.end)
     for caller in np.unique(pauses.caller[wanted]):
         theirs = (pauses.caller == caller) & wanted
         mine = np.flatnonzero(theirs & ~starved)

@@ -149,6 +149,19 @@ def test_pauses_without_waits_for_a_cpu_remain_the_interpreters_lock() -> None:
     assert {found.cause for found in diagnose(slices(waited=MS // 2))} == {"python_or_gil_bound"}
 
 
+@pytest.mark.parametrize(("used", "named"), [(0.98, True), (0.01, False)])
+def test_pauses_in_which_no_other_thread_ran_are_not_the_interpreters_lock(used: float, named: bool) -> None:
+    made = slices(waited=0)
+    calls = made.calls
+    start, end = calls["end_ns"][:-1], calls["start_ns"][1:]
+    start, end = start[end - start >= MS], end[end - start >= MS]
+    zero = np.zeros(len(start), dtype=np.int64)
+    columns = {"start_ns": start, "end_ns": end, "process": zero, "thread": zero + THREAD, "thread_ns": zero}
+    columns |= {"process_ns": ((end - start) * used).astype(np.int64), "more_ns": zero, "gave_up": zero + 2}
+    made.tables["pauses"] = Table("pauses", columns)
+    assert ("python_or_gil_bound" in {found.cause for found in diagnose(made)}) == named
+
+
 def test_a_wait_is_counted_inside_calls_or_between_them_never_twice() -> None:
     made = recording(spans(waited=4 * MS, ran=16 * MS))
     calls = dict(made.tables["calls"].columns)
