@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.recordings.model import Direction, Engine, Memory, Recording
+from kvprobe.recordings.model import Array, Direction, Engine, Memory, Recording
 
 __all__ = ["ASSUMED", "FROM_COPIES", "LARGE_BYTES", "PCIE_5", "link_rate"]
 
@@ -18,13 +18,16 @@ def link_rate(recording: Recording, direction: Direction) -> tuple[float, str]:
     """Bytes per second that one copy of this direction can reach, and how that is known; 0 where unknown.
 
     The machine's own figure where the recording has one; else the ninth decile of pinned copies of at least 1 MiB in
-    this recording (a lower bound of the link), also of those between two marks.
+    this recording (a lower bound of the link), also of those between two marks. Where most bytes are copied row by row
+    (`cudaMemcpy2D`), copies tell nothing of the link: short rows take a copy engine longer than the link.
     """
     fact = recording.machine.get("link_bytes_per_s")
     if isinstance(fact, dict):
         fact = fact.get(direction.name.lower(), fact.get(direction.name))
     if fact:
         return float(fact), recording.machine_how.get("link_bytes_per_s", "stated for this machine")
+    if _mostly(recording, direction, _by_rows(recording)):
+        return 0.0, "unknown"
     for table in (recording.executions, recording.spans):
         rows = np.flatnonzero((table["bytes"] >= LARGE_BYTES) & (table["engine"] == Engine.COPY))
         rows = rows[table["direction"][rows] == direction]
@@ -33,14 +36,20 @@ def link_rate(recording: Recording, direction: Direction) -> tuple[float, str]:
             large = (took > 0) & (table["memory"][rows] != Memory.PAGEABLE)
         else:
             large = (took > 0) & (size >= LARGE_BYTES * np.maximum(table["count"][rows], 1))
-        if large.any() and (table is recording.executions or not _mostly_pageable(recording, direction)):
+        pageable = recording.calls["memory"] == Memory.PAGEABLE  # a span does not say which copies are
+        if large.any() and (table is recording.executions or not _mostly(recording, direction, pageable)):
             return float(np.percentile(size[large] / took[large], 90) * 1e9), FROM_COPIES
     return 0.0, "unknown"
 
 
-def _mostly_pageable(recording: Recording, direction: Direction) -> bool:
-    """Whether more than half of the bytes of large copies come out of pageable memory: a span does not say which."""
+def _by_rows(recording: Recording) -> Array:
+    """Mask of the calls that copy one row of an array after the other."""
+    rows = [number for number, name in enumerate(recording.names) if "memcpy2d" in name.lower().replace("_", "")]
+    return np.isin(recording.calls["name"], np.array(rows, dtype=np.int64))
+
+
+def _mostly(recording: Recording, direction: Direction, some: Array) -> bool:
+    """Whether these calls move more than half of the bytes of large copies."""
     calls = recording.calls
     large = (calls["bytes"] >= LARGE_BYTES) & (calls["direction"] == direction)
-    pageable = large & (calls["memory"] == Memory.PAGEABLE)
-    return bool(2 * calls["bytes"][pageable].sum() > calls["bytes"][large].sum())
+    return bool(2 * calls["bytes"][large & some].sum() > calls["bytes"][large].sum())

@@ -16,15 +16,18 @@ from kvprobe.recordings.vocabulary import Names
 KIB, MIB, LOADS = 1 << 10, 1 << 20, 2
 
 
-def read(spans: list[tuple[int, int, int]], largest: list[int], lost: int = 0) -> Recording:
+def read(
+    spans: list[tuple[int, int, int]], largest: list[int], lost: int = 0, called: str = "cudaMemcpyAsync"
+) -> Recording:
     """Spans of loads, each of a stream of its own: ns, bytes and count; `largest` call of each of these streams."""
-    recording, rows = Recording([Source("made", "trace")], names=["", "cudaMemcpyAsync"]), len(spans)
+    recording, rows = Recording([Source("made", "trace")], names=["", called]), len(spans)
     recording.lost[0] = lost
     recording.tables["calls"] = Table(
         "calls",
         {
             "start_ns": np.arange(rows),
             "end_ns": np.arange(rows) + 1,
+            "name": np.ones(rows, dtype=np.int64),
             "kind": np.full(rows, CallKind.COPY),
             "direction": np.full(rows, Direction.H2D),
             "bytes": np.array(largest),
@@ -49,6 +52,12 @@ def test_a_memset_among_copies_makes_the_link_no_faster(lost: int, kib: int) -> 
     spans = recording.spans
     assert spans["bytes"][spans["stream"] == 0].sum() == kib * KIB
     assert (link_rate(recording, Direction.H2D)[0] > 55e9) == bool(lost)
+
+
+@pytest.mark.parametrize(("called", "known"), [("cudaMemcpyAsync", True), ("cudaMemcpy2DAsync_ptsz", False)])
+def test_copies_by_rows_tell_nothing_of_the_link(called: str, known: bool) -> None:
+    rate, how = link_rate(read([(800_000, 8 * MIB, 1)], [8 * MIB], called=called), Direction.H2D)
+    assert (rate > 10e9, how != "unknown") == (known, known)
 
 
 def test_a_long_run_of_copies_keeps_its_bytes_in_all_its_pieces() -> None:
