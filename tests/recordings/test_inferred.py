@@ -174,7 +174,7 @@ def test_slow_calls_whose_threads_waited_for_a_cpu_leave_a_queue_healthy():
         recording.tables["cpu_waits"] = Table("cpu_waits", waits | same | {"waited_ns": np.full(40, waited_ns)})
         return occupancy(recording).verdict
 
-    assert verdict(4_000_000) == "not full" and "for a CPU" in occupancy(recording).reason
+    assert verdict(4_000_000) == "not full" and "had no CPU" in occupancy(recording).reason
     assert verdict(2_000_000) == verdict(4_000_000, later_ns=12_000_000) == "cannot tell"
 
 
