@@ -168,8 +168,6 @@ def examine_joined(joined: JoinedRecording, causes: Sequence[str] = CAUSES, *, a
     found: list[Finding] = []
     blind: list[NotLookedFor] = []
     files = {cause: load_cause(cause) for cause in causes}
-    if accounted:
-        joined.begin_account()
     for cause, file in files.items():
         lacks = _not_shown(file, joined)
         if lacks is not None:

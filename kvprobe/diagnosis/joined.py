@@ -7,7 +7,6 @@ run from the best-evidenced to the least, and the sum of what they claim is neve
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -137,7 +136,6 @@ class JoinedRecording(Joined):
         self._common: dict[int, int] = {}
         self._launches: dict[int, Array] = {}
         self._ranges: dict[tuple[int, int], Array] = {}
-        self._account: Future[Account] | None = None
         if known is not None:
             self.occupancy = known
         super().__init__(recording)
@@ -153,16 +151,10 @@ class JoinedRecording(Joined):
 
     # ---- where the time went ------------------------------------------------------------------------------------
 
-    def begin_account(self) -> None:
-        """Has the account made on a second core while the first causes are looked for: numpy works without a lock."""
-        beside = ThreadPoolExecutor(1)
-        self._account = beside.submit(account_of, self)
-        beside.shutdown(wait=False)
-
     @cached_property
     def account(self) -> Account:
         """Where every instant went; what causes have claimed of it by now is marked in it."""
-        return self._account.result() if self._account is not None else account_of(self)
+        return account_of(self)
 
     @cached_property
     def explainer(self) -> Explainer:

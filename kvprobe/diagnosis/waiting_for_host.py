@@ -18,7 +18,7 @@ thread usually takes from the results of a step to the next submission. If the r
 did in a pause of this kind, kvprobe does not decide about the pause, either: the thread may have prepared a request, or
 waited for one.
 
-Time lost: the wall time in which the GPU ran nothing for this reason. Predicted saving: all of the time that a change
+Time lost: the wall time in which the GPU ran nothing for this reason. Predicted saving: all the time that a change
 is about. If the thread prepares the next step while the GPU works, the saving is at most what fits beside this work.
 """
 
