@@ -86,6 +86,7 @@ class CodedRows:
         self._cells = Cells.beside(device.runtime, rows, rows.block_bytes)
         self.submitter = Submitter(device.runtime, limits=device.limits, cells=self._cells)
         self._may_be_coded = np.zeros(rows.blocks, np.bool_)
+        self._on_their_way = np.zeros(rows.blocks, np.bool_)  # plain stores since the server was idle last
         self._any = self._closed = False
         self._newest: Any = None  # hand-over of a coded store
         self._plain_rung: dict[str, Rung] = {}  # by direction, what moved the newest that were not coded
@@ -105,14 +106,26 @@ class CodedRows:
 
     # ---- who copies ---------------------------------------------------------------------------------------------
 
-    def takes(self, direction: str, rows: Ids) -> bool:
-        """Whether a transfer of these rows must go to `submitter`; where it need not, a store makes them plain."""
+    def takes(self, direction: str, rows: Ids, is_idle: bool) -> bool:
+        """Whether a transfer of these rows must go to `submitter`; where it need not, a store makes them plain.
+
+        A store into rows that are being stored to goes the way of the one before: nothing orders two submitters. vLLM
+        asks for none: where a launch is refused, the older of two would be made again behind the newer one.
+        `is_idle`: the server has no transfer on its way.
+        """
         if direction == "load":
             return self._any and bool(self._may_be_coded[rows].any())
-        if self.coding or (self._is_storing() and self._any and self._may_be_coded[rows].any()):
+        if is_idle:
+            self._on_their_way[:] = False
+        is_plain = bool(self._on_their_way[rows].any())
+        is_coded = self._any and self._is_storing() and bool(self._may_be_coded[rows].any())
+        if is_coded and is_plain:
+            self._newest.wait()
+        elif is_coded or (self.coding and not is_plain):
             self._may_be_coded[rows] = self._any = True
             return True
         self._plain = rows
+        self._on_their_way[rows] = True
         self._overwritten(rows)
         return False
 
