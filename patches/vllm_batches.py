@@ -201,7 +201,7 @@ class DescriptorBatches(CopyHandlers):
         rows = pair[direction == "store"].block_ids
         with coded.lock:
             path.heard = coded.heard
-            takes = coded.takes(direction, rows, not handler._transfers)
+            takes = coded.takes(direction, rows)
             if takes and handler in self._expedited:
                 coded.stop("an expedited load would wait for other loads")
             if not takes and not path.watch() and not path.pending:

@@ -86,7 +86,6 @@ class CodedRows:
         self._cells = Cells.beside(device.runtime, rows, rows.block_bytes)
         self.submitter = Submitter(device.runtime, limits=device.limits, cells=self._cells)
         self._may_be_coded = np.zeros(rows.blocks, np.bool_)
-        self._on_their_way = np.zeros(rows.blocks, np.bool_)  # plain stores since the server was idle last
         self._any = self._closed = False
         self._newest: Any = None  # hand-over of a coded store
         self._plain_rung: dict[str, Rung] = {}  # by direction, what moved the newest that were not coded
@@ -106,26 +105,14 @@ class CodedRows:
 
     # ---- who copies ---------------------------------------------------------------------------------------------
 
-    def takes(self, direction: str, rows: Ids, is_idle: bool) -> bool:
-        """Whether a transfer of these rows must go to `submitter`; where it need not, a store makes them plain.
-
-        A store into rows that are being stored to goes the way of the one before: nothing orders two submitters. vLLM
-        asks for none: where a launch is refused, the older of two would be made again behind the newer one.
-        `is_idle`: the server has no transfer on its way.
-        """
+    def takes(self, direction: str, rows: Ids) -> bool:
+        """Whether a transfer of these rows must go to `submitter`; where it need not, a store makes them plain."""
         if direction == "load":
             return self._any and bool(self._may_be_coded[rows].any())
-        if is_idle:
-            self._on_their_way[:] = False
-        is_plain = bool(self._on_their_way[rows].any())
-        is_coded = self._any and self._is_storing() and bool(self._may_be_coded[rows].any())
-        if is_coded and is_plain:
-            self._newest.wait()
-        elif is_coded or (self.coding and not is_plain):
+        if self.coding or (self._is_storing() and self._any and self._may_be_coded[rows].any()):
             self._may_be_coded[rows] = self._any = True
             return True
         self._plain = rows
-        self._on_their_way[rows] = True
         self._overwritten(rows)
         return False
 
@@ -141,6 +128,9 @@ class CodedRows:
     def before_own(self, direction: str, rows: Ids) -> None:
         """The server's own code is about to copy these rows as they are, and no transfer of theirs is on its way.
 
+        Of two stores into one block that are both on their way, for which vLLM never asks, an older one that a launch
+        refused is made again behind the newer one.
+
         Raises:
             CellError: one of them is damaged: what a load would bring is not what was stored.
         """
@@ -155,7 +145,7 @@ class CodedRows:
                 self._may_be_coded[row] = False
 
     def close(self, *, is_gone: bool = False) -> None:
-        """Waits for what is on its way and has every row lie there as it is; about a second a GB of coded rows.
+        """Waits for what is on its way and has every row lie there as it is: the CPU decodes those that are coded.
 
         A damaged row stays as it is, and is named in the log. `is_gone`: the server has given the memory up.
         """

@@ -160,7 +160,7 @@ class CopyPath:
             return
         live.stream = stream
         device = self.device
-        if device is not None and live.rung.method not in ("auto", "coded"):  # the submitter has events of its own
+        if device is not None and not self.hands_over:  # the submitter has events of its own
             live.start = event = device.timing.take()
             if event is not None:
                 device.record(event, stream)
