@@ -257,7 +257,7 @@ def _holders(joined: Joined, calls: Array) -> Array:
     """The call of another thread that each of these waited for as it allocated or pinned memory; -1: none."""
     found = np.full(len(calls), -1, dtype=np.int64)
     long = np.flatnonzero(joined.end[calls] - joined.start[calls] >= HELD_NS)
-    holders = np.flatnonzero(among(joined.kind, (CallKind.ALLOC,)) & (joined.end - joined.start >= HELD_NS))
+    holders = np.flatnonzero((joined.kind == CallKind.ALLOC) & (joined.end - joined.start >= HELD_NS))
     holders = holders[np.argsort(joined.end[holders], kind="stable")]
     for one in long.tolist() if len(holders) else ():
         call = calls[one]

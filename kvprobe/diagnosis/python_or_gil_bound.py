@@ -44,8 +44,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvprobe.account import Line, Worked, covers_of
-from kvprobe.account.cpu_time import who_worked
+from kvprobe.account import Line, Worked, covers_of, who_worked
 from kvprobe.account.stretches import NOBODY
 from kvprobe.account.threads import runs_python
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, Where, cause_of

@@ -194,7 +194,7 @@ def _left(joined: JoinedRecording) -> Finding | None:
 def _part(joined: JoinedRecording, gpu: GpuAccount, line: Line, mine: Array) -> _Part:
     """A line's part, with the call or the other GPU that its thread was held up by for most of it, where one is."""
     cut = gpu.stretches
-    ns, did = int(cut.ns[mine].sum()), ""
+    ns, did = cut.sum_ns(mine), ""
     if ns and line == Line.ELSEWHERE:
         name, inside = _call_of_most(joined, gpu, mine)
         did = f"was in {name}" if 2 * inside > ns else ""
@@ -221,7 +221,7 @@ def _call_of_most(joined: JoinedRecording, gpu: GpuAccount, mine: Array) -> tupl
 def _busy(gpu: GpuAccount) -> Cover:
     """When a GPU computes or copies."""
     cut = gpu.stretches
-    works = np.isin(cut.line, np.array((Line.COMPUTING, *COPIES), dtype=np.uint8)) | (cut.detail == Unknown.GRAPH)
+    works = among(cut.line, (Line.COMPUTING, *COPIES)) | (cut.detail == Unknown.GRAPH)
     return Cover(cut.start[works], cut.end[works])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.model import Array, Direction, Engine, Memory, Recording
 
 __all__ = ["ASSUMED", "FROM_COPIES", "LARGE_BYTES", "PCIE_5", "link_rate"]
@@ -45,7 +46,7 @@ def link_rate(recording: Recording, direction: Direction) -> tuple[float, str]:
 def _by_rows(recording: Recording) -> Array:
     """Mask of the calls that copy one row of an array after the other."""
     rows = [number for number, name in enumerate(recording.names) if "memcpy2d" in name.lower().replace("_", "")]
-    return np.isin(recording.calls["name"], np.array(rows, dtype=np.int64))
+    return among(recording.calls["name"], rows)
 
 
 def _mostly(recording: Recording, direction: Direction, some: Array) -> bool:

@@ -10,7 +10,7 @@ from opentelemetry import propagate
 
 from kvprobe.instrument import event_log
 from kvprobe.patches.sglang_steps import Steps
-from kvprobe.runfolder.step_lines import one_by_one
+from tests.patches.told_steps import told_in
 
 STATS = Made(last_decode_finish_time=0.0, last_prefill_finished_time=0.0, last_chunked_prefill_finish_time=0.0)
 
@@ -31,22 +31,6 @@ class Server:
 class Request:
     def __init__(self, name):
         self.rid, self.output_ids, self.finished_reason, self.time_stats = name, [], None, STATS
-
-
-def told_in(folder):
-    """Steps as they were told, by the names of their requests, and who ended."""
-    (path,) = folder.glob("steps-*.jsonl")
-    names, told, ended = {}, [], []
-    lines = [one for line in path.read_text().splitlines() for one in one_by_one(json.loads(line))]
-    for line in lines:
-        if line["kind"] == "request":
-            names[line["n"]] = line["request"]
-        elif line["kind"] == "step":
-            of = [names[n] for n in line["requests"]]
-            told.append((line["step"], line["phase"], of, line["tokens"], line["computed"]))
-        elif line["kind"] == "ended":
-            ended.append(names[line["n"]])
-    return told, ended
 
 
 def test_tokens_and_ends_are_told_once(tmp_path, monkeypatch):

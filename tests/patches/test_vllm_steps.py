@@ -9,7 +9,7 @@ import pytest
 
 from kvprobe.instrument import event_log
 from kvprobe.patches.vllm_steps import Steps
-from kvprobe.runfolder.step_lines import one_by_one
+from tests.patches.told_steps import told_in
 
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
@@ -29,22 +29,6 @@ def test_a_request_lies_in_the_trace_that_it_came_with(tmp_path, monkeypatch, he
 def test_vllms_own_request_has_them(wheel_tree, version):
     text = (wheel_tree("vllm", version, "vllm/v1/request.py") / "vllm/v1/request.py").read_text()
     assert "self.trace_headers = trace_headers" in text
-
-
-def told_in(folder):
-    """Steps as they were told, by the names of their requests, and who ended."""
-    (path,) = folder.glob("steps-*.jsonl")
-    names, told, ended = {}, [], []
-    lines = [one for line in path.read_text().splitlines() for one in one_by_one(json.loads(line))]
-    for line in lines:
-        if line["kind"] == "request":
-            names[line["n"]] = line["request"]
-        elif line["kind"] == "step":
-            of = [names[n] for n in line["requests"]]
-            told.append((line["step"], line["phase"], of, line["tokens"], line["computed"]))
-        elif line["kind"] == "ended":
-            ended.append(names[line["n"]])
-    return told, ended
 
 
 class Server:

@@ -373,12 +373,15 @@ struct place {
     int d;
 };
 
+/* `shared_lock` is held. */
+static bool has_space(const struct direction *dir) { return dir->shared.tail - dir->shared.head <= SHARED_MARKS; }
+
 static int some_space(void *place) {
     const struct place *at = place;
     struct direction *dir = &at->s->direction[at->d];
     if (atomic_load(&at->s->broken)) return 1;
     if (pthread_mutex_trylock(&dir->shared_lock)) return 0;
-    int some = dir->shared.tail - dir->shared.head <= SHARED_MARKS;
+    int some = has_space(dir);
     pthread_mutex_unlock(&dir->shared_lock);
     return some;
 }
@@ -387,11 +390,12 @@ static int some_space(void *place) {
  * events do not bound them. False: the device was lost. */
 static bool space_wait(kvp_submitter *s, int d) {
     struct place at = {s, d};
+    struct direction *dir = &s->direction[d];
     for (;;) {
         uint32_t seen = atomic_load(&s->changed);
-        lock_shared(s, &s->direction[d]);
-        bool some = s->direction[d].shared.tail - s->direction[d].shared.head <= SHARED_MARKS;
-        pthread_mutex_unlock(&s->direction[d].shared_lock);
+        lock_shared(s, dir);
+        bool some = has_space(dir);
+        pthread_mutex_unlock(&dir->shared_lock);
         if (atomic_load(&s->broken)) return false;
         if (some) return true;
         kvp_retire_shared(s, d);
@@ -541,8 +545,8 @@ static void mark_run(kvp_submitter *s, struct direction *dir, struct kvp_job *j,
     }
     uint32_t marked = r->events;
     if (!space_wait(s, j->direction)) { /* a lost device ends all jobs without their marks */
-        if (last) kvp_event_give(s, last);
-        if (run->start) kvp_event_give(s, run->start);
+        kvp_event_give(s, last);
+        kvp_event_give(s, run->start);
         last = run->start = NULL, marked = 0, cover = false;
     }
     lock_shared(s, dir);
