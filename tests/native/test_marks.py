@@ -103,11 +103,11 @@ for n in range(1, 17):
 stream, host, device, semaphore = ct.c_void_p(), ct.c_void_p(), ct.c_void_p(), ct.create_string_buffer(64)
 libc.sem_init(semaphore, 0, 0)
 assert lib.cudaStreamCreateWithFlags(ct.byref(stream), 1) == 0
-assert lib.cudaHostAlloc(ct.byref(host), u64(100_000), 0) == 0
-assert lib.cudaMalloc(ct.byref(device), u64(100_000)) == 0
+assert lib.cudaHostAlloc(ct.byref(host), u64(1_000_000), 0) == 0
+assert lib.cudaMalloc(ct.byref(device), u64(1_000_000)) == 0
 assert lib.cudaLaunchHostFunc(stream, ct.cast(libc.sem_wait, ct.c_void_p), ct.c_void_p(ct.addressof(semaphore))) == 0
 for _ in range(50):
-    assert lib.cudaMemcpyAsync(device, host, u64(100_000), 1, stream) == 0
+    assert lib.cudaMemcpyAsync(device, host, u64(1_000_000), 1, stream) == 0
 while lib.kvhostFailed(b"cuEventCreate") < 16:
     time.sleep(0.001)
 time.sleep(0.15)  # there are events now, and the first coverage could be written
@@ -136,7 +136,8 @@ def test_what_is_submitted_before_there_are_events_is_not_called_idle(
     whole = Cover(seen["start_ns"][seen["reason"] == 0], seen["end_ns"][seen["reason"] == 0])
     copied = Cover(spans["start_ns"], spans["end_ns"]).within(np.array([opened]), np.array([over]))[0]
     known = whole.within(np.array([opened]), np.array([over]))[0]
-    assert over - opened - known >= 1_250_000 - copied  # 5 MB at 4 GB/s
+    # 50 MB at 4 GB/s take 12.5 ms. Half of it is asked for: on a busy machine the device's clock is read late.
+    assert over - opened - known >= 6_000_000 - copied
     reasons = {recording.text(int(one)) for one in seen["reason"]}
     assert "work was submitted that no timing event followed" in reasons
     assert whole.within(np.array([over]), np.array([over + 10**10]))[0] > 0  # what comes later is known
