@@ -524,10 +524,10 @@ class _Builder:
                 kind = np.clip(raw["copyKind"], 0, len(_DIRECTIONS) - 1)
                 part["direction"] = _DIRECTIONS[kind]
                 host = np.where(among(kind, (1, 3, 9, 11)), raw["srcKind"], raw["dstKind"])
-                part["memory"] = _MEMORY[np.clip(host, 0, len(_MEMORY) - 1)]
+                part["memory"] = _MEMORY[np.clip(host, -1, len(_MEMORY) - 1)]  # the last one: unknown
                 part["name"] = self._copy_names()[kind]
             elif engine == Engine.MEMSET:
-                part["memory"] = _MEMORY[np.clip(raw["memKind"], 0, len(_MEMORY) - 1)]
+                part["memory"] = _MEMORY[np.clip(raw["memKind"], -1, len(_MEMORY) - 1)]
                 part["name"] = np.full(rows, self.names.add("memset"), np.int32)
             else:
                 part["name"] = np.full(rows, self.names.add("graph"), np.int32)

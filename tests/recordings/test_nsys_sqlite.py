@@ -323,6 +323,26 @@ def test_a_priority_that_no_stream_can_have_becomes_the_nearest_of_32_bits(tmp_p
     assert (told[7], told[8]) == ((1 << 31) - 1, -(1 << 31))
 
 
+@pytest.mark.parametrize(("kind", "memory"), [(-5, Memory.UNKNOWN), (1, Memory.PINNED), (1 << 40, Memory.UNKNOWN)])
+def test_memory_of_a_kind_that_no_tool_wrote_yet_is_unknown(tmp_path, kind, memory):
+    table = "CUPTI_ACTIVITY_KIND_MEMSET"
+    path = two_copies(
+        tmp_path / "a.sqlite",
+        f"CREATE TABLE {table} (start INTEGER, end INTEGER, streamId INTEGER, globalPid INTEGER, memKind INTEGER)",
+        f"INSERT INTO {table} VALUES (8, 9, 7, {5 << 24}, {kind})",
+    )
+    r = open_recording([path])
+    assert r.executions["memory"][r.executions["start_ns"] == 8].tolist() == [memory]
+
+
+@pytest.mark.parametrize(("epoch_ns", "told"), [(1, [1]), (0, []), (-1, [])])
+def test_when_the_clock_began_is_told_where_the_export_says_so(tmp_path, epoch_ns, told):
+    table = "TARGET_INFO_SESSION_START_TIME"
+    more = f"CREATE TABLE {table} (utcEpochNs INTEGER)", f"INSERT INTO {table} VALUES ({epoch_ns})"
+    machine = open_recording([two_copies(tmp_path / "a.sqlite", *more)]).machine
+    assert [machine[name] for name in machine if name == "unix_offset_ns"] == told
+
+
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_the_process_of_rows_takes_memory_only_where_there_are_several(tmp_path, processes):
     export = nsys_sqlite.Export(two_copies(tmp_path / "a.sqlite"))
