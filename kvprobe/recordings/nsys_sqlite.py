@@ -170,23 +170,25 @@ class Export:
                 out[name] = np.broadcast_to(np.int64(wanted[name]), (read,))
         return out
 
+    @property
+    def most_rows(self) -> int:
+        """Rows that a table of the file can have: none takes less than four bytes."""
+        return self.bytes // 4
+
     def _rows_expected(self, table: str) -> int:
         """About how many rows the table has, from the newest row's number; 0 where that cannot be told."""
         try:
             ((newest,),) = self.db.execute(f'SELECT max(rowid) FROM "{table}"').fetchall()
         except (sqlite3.Error, ValueError):  # a table without row numbers, or a damaged one
             return 0
-        return min(int(newest or 0), self.bytes // 4) if isinstance(newest, int) and newest > 0 else 0
+        return min(newest, self.most_rows) if isinstance(newest, int) and newest > 0 else 0
 
     def _row_by_row(self, table: str, wanted: dict[str, int], tick: Callable[[], None] | None) -> list[Array]:
         """The columns as SQLite reads them."""
         picks = ", ".join(f'coalesce(CAST("{name}" AS INTEGER), {absent})' for name, absent in wanted.items())
         cursor = self.db.execute(f'SELECT {picks} FROM "{table}"')
-        # A damaged b-tree can repeat a page without end; a row cannot take less than four bytes.
-        most = max(self.bytes // 4, 1)
         expected = self._rows_expected(table)
         found = [GrowingColumn(expected) for _ in wanted]
-        read = 0
         while True:
             flat = np.fromiter(chain.from_iterable(islice(cursor, _BATCH)), dtype=np.int64)
             if not len(flat):
@@ -194,8 +196,7 @@ class Export:
             matrix = flat.reshape(-1, len(wanted))
             for i, column in enumerate(found):
                 column.add(matrix[:, i])
-            read += len(matrix)
-            if read > most:
+            if found[0].rows > self.most_rows:  # a damaged b-tree can repeat a page without end
                 raise sqlite3.DatabaseError(f"{table} has more rows than the file can hold")
             if tick is not None:
                 tick()
@@ -256,7 +257,7 @@ class Export:
             return {}
         found: dict[int, str] = {}
         query = f"SELECT CAST(id AS INTEGER), substr(CAST(value AS TEXT), 1, {words.Names.LONGEST}) FROM StringIds"
-        for number, text in islice(self.db.execute(query), self.bytes // 4 + 1):
+        for number, text in islice(self.db.execute(query), self.most_rows):
             if number in wanted and text is not None:
                 found[number] = text
         return found
@@ -266,7 +267,7 @@ class Export:
         if "text" not in self.names_of("NVTX_EVENTS"):
             return
         query = f"SELECT substr(CAST(text AS TEXT), 1, {words.Names.LONGEST}) FROM NVTX_EVENTS"
-        for number, (text,) in enumerate(islice(self.db.execute(query), self.bytes // 4 + 1)):
+        for number, (text,) in enumerate(islice(self.db.execute(query), self.most_rows)):
             if text is not None:
                 yield number, text
 
@@ -523,10 +524,10 @@ class _Builder:
                 kind = np.clip(raw["copyKind"], 0, len(_DIRECTIONS) - 1)
                 part["direction"] = _DIRECTIONS[kind]
                 host = np.where(among(kind, (1, 3, 9, 11)), raw["srcKind"], raw["dstKind"])
-                part["memory"] = _MEMORY[np.clip(host, 0, len(_MEMORY) - 1)]
+                part["memory"] = _MEMORY[np.clip(host, -1, len(_MEMORY) - 1)]  # the last one: unknown
                 part["name"] = self._copy_names()[kind]
             elif engine == Engine.MEMSET:
-                part["memory"] = _MEMORY[np.clip(raw["memKind"], 0, len(_MEMORY) - 1)]
+                part["memory"] = _MEMORY[np.clip(raw["memKind"], -1, len(_MEMORY) - 1)]
                 part["name"] = np.full(rows, self.names.add("memset"), np.int32)
             else:
                 part["name"] = np.full(rows, self.names.add("graph"), np.int32)

@@ -72,7 +72,7 @@ class ServingWindow:
         return max(self.end_ns - self.start_ns, 0)
 
     def holds(self, process: Array, start_ns: Array) -> Array:
-        """Which of these, by their process row and start, lie in the window, (rows,) bool."""
+        """Which of these, by their process row and start, lie in the window, (rows,) bool; row -1: as of the first."""
         if not len(self.from_ns):
             return np.ones(len(start_ns), dtype=bool)
         if (self.from_ns == self.from_ns[0]).all():

@@ -391,6 +391,15 @@ def test_a_resting_auto_wakes_for_slow_transfers_of_another_scale():
     assert (one.rung, log[-1][0]) == (BATCH, "switch")
 
 
+@pytest.mark.parametrize(("copies", "tried"), [(127, True), (128, False), (511, False), (512, True)])
+def test_work_is_of_one_scale_up_to_four_times_the_copies(copies, tried):
+    """What was tried in vain with transfers of 500 copies was tried for those of 128 to 511."""
+    one, log, _ = exhausted()
+    known = len(log)
+    serve(one, 2 * REST, per_copy=9000, copies=copies)
+    assert (len(log) > known) == tried
+
+
 def test_a_resting_auto_sleeps_through_transfers_of_another_scale_that_are_fine():
     one, _, _ = exhausted()
     assert serve(one, 20 * REST, per_copy=150, copies=40) == 20
@@ -414,6 +423,16 @@ def test_resting_is_said_once_for_a_scale_of_work():
     assert one.resting
     assert [entry[0] for entry in log].count("note") == 1
     assert [entry[0] for entry in log].count("rollback") == 10
+
+
+def test_a_rung_that_costs_just_as_much_more_as_one_must_gain_has_its_whole_trial():
+    """1.2 times, MIN_GAIN: what costs more than that has clearly lost."""
+    one, log, _ = auto()
+    until_it_changes(one, per_copy=2000)
+    feed(one, TRIAL, per_copy=2400)
+    assert one.rung == BATCH
+    feed(one, 1, per_copy=2400)
+    assert (one.rung, log[-1][0]) == (OWN, "rollback")
 
 
 def test_a_rung_that_clearly_loses_is_left_after_half_a_trial():

@@ -15,6 +15,10 @@ from kvprobe.cuda.hostruntime import HostRuntime
 from kvprobe.errors import TransferError, UsageError
 from kvprobe.launchqueue import QueueLimits
 from kvprobe.offload import BlockPool, OffloadEngine
+from kvprobe.offload.blocks import Mapping
+from kvprobe.offload.cells import wire_for
+from kvprobe.offload.methods import copier_for
+from kvprobe.offload.options import EngineOptions
 from kvprobe.offload.wire import CellError
 
 Bytes = np.ndarray[Any, Any]
@@ -398,3 +402,23 @@ def test_a_launch_that_fails_fails_its_transfer_and_no_other_method_takes_over(p
         engine.load(range(8), range(8)).wait()
         assert not any(engine.read().launches[0][:2])
     assert (p.view(p.device[0]) == held[0]).all()
+
+
+@pytest.mark.parametrize(("gib", "fit"), [(3, True), (4, False)])
+def test_blocks_are_coded_whose_bytes_fit_in_the_32_bits_of_a_launch(
+    host: Callable[..., HostRuntime], gib: int, fit: bool
+) -> None:
+    """Nothing reads or writes these pools, which are addresses alone."""
+    runtime, size = host(), gib << 30
+    gpu, cpu = (
+        BlockPool(runtime, [Region(at << 40, size, kind)], size, dtype="bf16")
+        for at, kind in ((1, "device"), (2, "pinned"))
+    )
+    options, methods = EngineOptions(policy="pooled", wire="coded"), copier_for(runtime)
+    if not fit:
+        with pytest.raises(UsageError, match="blocks of 4294967296 bytes are too large for a launch"):
+            wire_for(runtime, options, Mapping(gpu, cpu), methods)
+        return
+    assert wire_for(runtime, options, Mapping(gpu, cpu), methods).name == "coded"
+    assert cpu.cells is not None and cpu.cells.memory is not None
+    cpu.cells.memory.close()

@@ -104,20 +104,37 @@ def test_one_failing_query_fails_nothing(bench):
     assert _equal(b, cpu, gpu)
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_device_that_does_not_answer_once_or_twice_is_not_lost(bench, times):
-    """Neither the event nor its stream can be asked; on the virtual clock, where each look has its number."""
-    b = bench(blocks=32, virtual_clock=1, h2d_bytes_per_s=1e8)
+@pytest.mark.parametrize(("looks", "lost"), [([1, 2], False), ([1, 2, 3], True), ([1, 2, 4, 5], False)])
+def test_a_device_that_does_not_answer_three_times_in_a_row_is_lost(bench, looks, lost):
+    """At these looks neither the event nor its stream can be asked; on the virtual clock, where each has its number."""
+    b = bench(blocks=32, virtual_clock=1, h2d_bytes_per_s=1e6)
     gpu, cpu = _scattered(b)
     with b.engine(policy="pooled", method="loop") as engine:
+        before = b.runtime.failed("cudaStreamQuery")
         load = engine.load(cpu, gpu, after=None)
-        for _ in range(times):
-            for call in ("cudaEventQuery", "cudaStreamQuery"):
-                b.runtime.fail_call(call, 1, 999)
-            b.runtime.run_until(lambda: b.runtime.failed("cudaStreamQuery") >= 1)
-        load.wait()
-        assert engine.broken is None and b.runtime.failed("cudaStreamQuery") >= 1
-    assert _equal(b, cpu, gpu)
+        for number in looks:
+            b.runtime.fail_call("cudaEventQuery", number, 999)
+        for number in range(1, len(looks) + 1):  # a stream is asked where its event does not tell
+            b.runtime.fail_call("cudaStreamQuery", number, 999)
+        with pytest.raises(TransferError) if lost else contextlib.nullcontext():
+            load.wait()
+        assert (engine.broken is not None) == lost
+        assert b.runtime.failed("cudaStreamQuery") == before + len(looks)
+    assert lost or _equal(b, cpu, gpu)
+
+
+@pytest.mark.parametrize(("times", "lost"), [(2, False), (3, True)])
+def test_after_a_copy_that_failed_a_device_that_does_not_answer_three_times_is_lost(bench, times, lost):
+    """Nothing else is outstanding whose end would tell."""
+    b = bench(blocks=32, virtual_clock=1)
+    with b.engine(policy="pooled", method="loop") as engine:
+        for number in range(1, times + 1):
+            b.runtime.fail_call("cudaStreamQuery", number, 999)
+        b.runtime.fail_copy(1, 1)
+        with pytest.raises(TransferError):
+            engine.load([0], [0], after=None).wait()
+        b.runtime.fail_call("cudaStreamQuery", 0)
+        assert engine.read().broken == (999 if lost else 0)
 
 
 def test_a_callback_that_waits_or_raises_harms_nobody(bench):

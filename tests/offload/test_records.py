@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes as ct
 import os
 
@@ -75,13 +76,27 @@ def test_a_stream_is_asked_only_where_its_event_does_not_tell(bench):
     assert b.runtime.failed("cudaStreamQuery") == 0
 
 
+@contextlib.contextmanager
+def _calls(b):
+    """A letter for each call that takes a place of a queue: c, a copy; e, an event; w, a wait."""
+    letters = {"cudaMemcpyAsync": "c", "cudaEventRecord": "e", "cudaStreamWaitEvent": "w"}
+    made = []
+    b.runtime.trace_start()
+    yield made
+    b.runtime.trace_stop()
+    made.extend(letters.get(b.runtime.call_name(int(api)), "") for api in b.runtime.trace()["api"])
+
+
 @pytest.mark.parametrize("depth", range(3, 12))
 def test_what_a_short_queue_holds_is_submitted_piece_by_piece(bench, depth):
+    """Half of the places that are not spared are the loads', two of them the events'; a copy at a time always goes."""
     b = bench(layers=1, depth=depth, virtual_clock=1, submit_ns=1_000)
     with b.engine(policy="pooled", method="loop") as engine:
-        engine.load(range(0, 64, 2), range(0, 64, 2))
-        engine.wait(None, 10)
+        with _calls(b) as calls:
+            engine.load(range(0, 64, 2), range(0, 64, 2))
+            engine.wait(None, 10)
         assert engine.read().wrong is None and engine.read().longest_call_ns > 0
+    assert ("cc" in "".join(calls)) == (depth >= 10)
     assert np.array_equal(b.bytes_of(b.gpu)[0][::2], b.bytes_of(b.cpu)[0][::2])
 
 
@@ -173,6 +188,17 @@ def test_a_shared_transfer_has_a_mark_behind_every_so_many_copies(bench):
         names = [b.runtime.call_name(int(api)) for api in b.runtime.trace()["api"]]
     copies, marks = names.count("cudaMemcpyAsync"), names.count("cudaEventRecord")
     assert copies == 32 and 5 <= marks <= 8  # an eighth of the depth, and the end of each call
+
+
+def test_no_two_marks_of_a_shared_transfer_stand_behind_the_same_copy_but_its_end(bench):
+    """Behind compute that still runs, where an event in front tells when its copies begin."""
+    b = bench(layers=1, depth=16, virtual_clock=1, submit_ns=1_000)
+    compute = b.runtime.stream_create()
+    with b.engine(policy="shared", compute_stream=compute) as engine:
+        b.runtime.launch_delay(compute, 1_000)
+        with _calls(b) as calls:
+            engine.load(range(64), range(63, -1, -1), after=compute).wait()
+    assert "".join(calls) == "ewe" + 32 * "cce" + "e"
 
 
 def test_whoever_submits_himself_knows_first_what_the_device_has_done(bench, monkeypatch):

@@ -303,6 +303,71 @@ def test_a_database_of_something_else_is_refused_in_one_line(tmp_path):
     assert "\n" not in str(error.value)
 
 
+# ---- what an export may say, and what is believed of it ------------------------------------------------------------
+
+
+def test_the_name_of_a_gpu_is_kept_up_to_200_characters(tmp_path):
+    name = "".join(chr(ord("a") + i % 26) for i in range(1000))
+    more = "CREATE TABLE TARGET_INFO_GPU (name TEXT)", f"INSERT INTO TARGET_INFO_GPU VALUES ('{name}')"
+    assert open_recording([two_copies(tmp_path / "a.sqlite", *more)]).machine["gpu"] == name[:200]
+
+
+def test_a_priority_that_no_stream_can_have_becomes_the_nearest_of_32_bits(tmp_path):
+    path = two_copies(
+        tmp_path / "a.sqlite",
+        "CREATE TABLE TARGET_INFO_CUDA_STREAM (streamId INTEGER, processId INTEGER, priority INTEGER, flag INTEGER)",
+        f"INSERT INTO TARGET_INFO_CUDA_STREAM VALUES (7, 5, {1 << 40}, 1), (8, 5, {-(1 << 40)}, 1)",
+    )
+    r = open_recording([path])
+    told = dict(zip(r.streams["handle"].tolist(), r.streams["priority"].tolist(), strict=True))
+    assert (told[7], told[8]) == ((1 << 31) - 1, -(1 << 31))
+
+
+@pytest.mark.parametrize(("kind", "memory"), [(-5, Memory.UNKNOWN), (1, Memory.PINNED), (1 << 40, Memory.UNKNOWN)])
+def test_memory_of_a_kind_that_no_tool_wrote_yet_is_unknown(tmp_path, kind, memory):
+    table = "CUPTI_ACTIVITY_KIND_MEMSET"
+    path = two_copies(
+        tmp_path / "a.sqlite",
+        f"CREATE TABLE {table} (start INTEGER, end INTEGER, streamId INTEGER, globalPid INTEGER, memKind INTEGER)",
+        f"INSERT INTO {table} VALUES (8, 9, 7, {5 << 24}, {kind})",
+    )
+    r = open_recording([path])
+    assert r.executions["memory"][r.executions["start_ns"] == 8].tolist() == [memory]
+
+
+@pytest.mark.parametrize(("epoch_ns", "told"), [(1, [1]), (0, []), (-1, [])])
+def test_when_the_clock_began_is_told_where_the_export_says_so(tmp_path, epoch_ns, told):
+    table = "TARGET_INFO_SESSION_START_TIME"
+    more = f"CREATE TABLE {table} (utcEpochNs INTEGER)", f"INSERT INTO {table} VALUES ({epoch_ns})"
+    machine = open_recording([two_copies(tmp_path / "a.sqlite", *more)]).machine
+    assert [machine[name] for name in machine if name == "unix_offset_ns"] == told
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_the_process_of_rows_takes_memory_only_where_there_are_several(tmp_path, processes):
+    export = nsys_sqlite.Export(two_copies(tmp_path / "a.sqlite"))
+    builder = nsys_sqlite._Builder(export, export.path, "nsys", None)
+    threads = np.arange(9) % processes + 5 << 24
+    rows = builder.process_rows(threads)
+    assert rows.tolist() == [i % processes for i in range(9)]
+    assert (rows.strides == (0,)) == (processes == 1)
+    export.db.close()
+
+
+def test_no_table_has_more_rows_than_the_file_has_room_for_at_four_bytes_each(tmp_path):
+    """A damaged file may repeat a page without end; the last row's number, which may be any, is not believed."""
+    table, wanted = "CUPTI_ACTIVITY_KIND_RUNTIME", {"start": 0, "end": 0}
+    path = two_copies(tmp_path / "a.sqlite", f"UPDATE {table} SET rowid = 1 << 50 WHERE rowid = 3")
+    export = nsys_sqlite.Export(path)
+    assert export._rows_expected(table) == export.bytes // 4
+    export.bytes = 3 * 4
+    assert [column.tolist() for column in export._row_by_row(table, wanted, None)] == [[1, 3, 5], [2, 4, 6]]
+    export.bytes -= 1
+    with pytest.raises(sqlite3.DatabaseError, match="more rows than the file can hold"):
+        export._row_by_row(table, wanted, None)
+    export.db.close()
+
+
 # ---- the native copy of a table's leaves ----------------------------------------------------------------------------
 
 

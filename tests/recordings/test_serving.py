@@ -313,6 +313,12 @@ def test_so_much_work_may_come_before_set_up(before, start_ns):
     ).start_ns == (start_ns)
 
 
+def test_what_no_known_process_did_lies_in_the_window_of_the_first():
+    """Of row -1: it begins where the first one's does, wherever the others' do."""
+    window = ServingWindow(200, np.array([60, 100, 50]), "", 0)
+    assert window.holds(np.full(4, -1), np.array([59, 60, 200, 201])).tolist() == [False, True, True, False]
+
+
 def test_a_window_by_process_holds_what_begins_in_it():
     window = ServingWindow(200, np.array([0, 100, 50]), "", 0)
     process, start = np.array([0, 0, 1, 1, 2, 2, 0, 7]), np.array([0, 50, 99, 100, 49, 50, 201, 50])

@@ -99,19 +99,17 @@ uint64_t kvp_take_ended(kvp_submitter *s, uint64_t *ids, uint64_t max) {
 static bool reached(kvp_submitter *s, const struct marker *m, int *lost) {
     int code = m->event ? CALL(s, event_query, handle_fn)(m->event) : NOT_READY + 1;
     *lost = 0;
-    if (code == NOT_READY) return false;
-    if (code) { /* one failing query says nothing about the copies: ask the stream itself, and ask again */
+    if (code && code != NOT_READY) { /* it says nothing about the copies: ask the stream itself, and ask again */
         if (m->event) kvp_clear_error(s);
         code = CALL(s, stream_query, handle_fn)(m->stream);
-        if (code == NOT_READY) return false;
-        if (code) {
+        if (code && code != NOT_READY) {
             kvp_clear_error(s);
             if (++s->bad_queries >= BAD_QUERIES) *lost = code;
             return false;
         }
     }
-    s->bad_queries = 0;
-    return true;
+    s->bad_queries = 0; /* it answered */
+    return !code;
 }
 
 /* When its copies began: once they were there and those before them had ended. */

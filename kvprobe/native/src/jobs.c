@@ -113,12 +113,10 @@ static bool take_ids(uint32_t *restrict to, const int64_t *restrict ids, uint64_
         to[i] = (uint32_t)id;
         signs |= id | (int64_t)((uint64_t)last - (uint64_t)id); /* one of them is negative where it does not */
     }
-    for (uint64_t i = 0; signs < 0 && i < count; i++) {
-        if ((uint64_t)ids[i] < blocks) continue;
-        *bad = ids[i];
-        return false;
-    }
-    return true;
+    if (signs >= 0) return true;
+    for (uint64_t i = count; i-- > 0;)
+        if ((uint64_t)ids[i] >= blocks) *bad = ids[i]; /* the first one's stays */
+    return false;
 }
 
 static inline uint64_t name_block(uint64_t *bits, uint64_t id) {

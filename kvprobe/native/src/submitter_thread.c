@@ -635,6 +635,7 @@ static enum kvp_wait_end wait_for(struct awaited *a, uint64_t timeout_ns) {
     enum kvp_wait_end result = KVP_LOOK_AT_SIGNALS;
     int late = 0;
     atomic_fetch_add(&s->waiters, 1);
+    kvp_must(s, (int)atomic_load(&s->waiters) > 0, "somebody waits who is not counted");
     for (;;) {
         uint32_t seen = atomic_load(&s->changed);
         YIELD();
