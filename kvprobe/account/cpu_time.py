@@ -9,10 +9,11 @@ import numpy as np
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import Array, Recording
 
-__all__ = ["Worked", "covers_of", "who_worked"]
+__all__ = ["Worked", "covers_of", "is_noted", "others_may_work", "who_worked"]
 
 MOST = 0.5  # of a pause that somebody worked, at least; a core is shared with others
 NEXT_TO_NOTHING = 0.05  # of a pause that a process worked, at most, which waited
+CLOCK_NS = 2_048  # where a pause begins is known to that
 ROUGH = 0.25  # of a pause: with more time before it in the same figures they say little of other threads
 
 
@@ -63,3 +64,25 @@ def who_worked(recording: Recording, process: int, thread: int, start: Array, en
         for worked, cover in covers.items():
             out[2 * cover.within(start, end) > end - start] = worked
     return out
+
+
+def is_noted(recording: Recording, process: int) -> bool:
+    """Whether the CPU time of a process's pauses was noted."""
+    return bool((recording.pauses["process"] == process).any())
+
+
+def others_may_work(recording: Recording, process: int, thread: int, start: Array, end: Array) -> Array:
+    """Mask over waits of a thread, ns: other threads of its process may have worked for half of it and more.
+
+    All of the CPU time that they used in the pause around the wait may lie in it. Where none was noted, nobody knows.
+    """
+    pauses = recording.pauses
+    rows = np.flatnonzero((pauses["process"] == process) & (pauses["thread"] == thread))
+    rows = rows[np.argsort(pauses["start_ns"][rows], kind="stable")]
+    if not len(rows):
+        return np.ones(len(start), dtype=bool)
+    at = np.maximum(np.searchsorted(pauses["start_ns"][rows], start + CLOCK_NS, "right") - 1, 0)
+    around = rows[at]
+    inside = (pauses["start_ns"][around] - CLOCK_NS <= start) & (end <= pauses["end_ns"][around])
+    others = pauses["process_ns"][around] - pauses["thread_ns"][around]
+    return np.asarray(~inside | (others >= MOST * (end - start)))

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvprobe.account.cpu_time import Worked, who_worked
+from kvprobe.account.cpu_time import Worked, is_noted, who_worked
 from kvprobe.account.lines import Line, Unknown, line_of_calls
+from kvprobe.account.outside import asked_for_nothing
 from kvprobe.account.stretches import NOBODY
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, group_starts
@@ -24,12 +25,6 @@ SHORT_PAUSE_NS = 10_000_000  # the same of a thread that is paused for most of t
 # Between a step's results and the next submission a thread does the same each time. A pause that takes so many times as
 # long as most of those is for something else: it waits for a request, or prepares one.
 UNUSUAL, TURNS = 10, 8
-# Where a thread waits for somebody else to send it something: a request, as far as a GPU is concerned.
-_FROM_OUTSIDE = frozenset(
-    [f"recv{kind}" for kind in ("", "from", "msg", "mmsg")]
-    + ["accept", "accept4", "poll", "ppoll", "select", "pselect"]
-    + [f"epoll_{kind}" for kind in ("wait", "pwait", "pwait2")]
-)
 _AFTER_FILES_NS = 1_000_000  # from a write to the call that waits for the disk: fsync is not recorded
 _STARVED = 0.1  # of a span that the kernel counted: less waiting for a CPU is how every thread runs
 
@@ -92,7 +87,8 @@ class Threads:
         if len(rows):
             worked = self._worked(rows[0], edges, gap > 0)
             busy = among(worked, (Worked.THREAD, Worked.ANOTHER))
-            long, unusual = (self._silent(caller, rows[0], edges, some) for some in (long, unusual))
+            asked = self._asked(rows[0], line)
+            long, unusual = (self._silent(caller, rows[0], edges, some[~asked[some]]) for some in (long, unusual))
             # nobody asked for anything: one whose step waits for something outside does so in each
             long = np.union1d(long, unusual[worked[unusual] == Worked.NOBODY])
             asleep = unusual[~busy[unusual]]
@@ -116,6 +112,18 @@ class Threads:
         worked = who_worked(self.joined.recording, process, thread, edges[:-1], edges[1:])
         worked[~outside] = Worked.NOT_KNOWN
         return worked
+
+    def _asked(self, row: int, line: Array) -> Array:
+        """Mask over pieces: somebody has asked for something since the thread's last call, as `run` knows.
+
+        What others send to an address that a recorder does not tell apart may be no request.
+        """
+        mask = np.zeros(len(line), dtype=bool)
+        if is_noted(self.joined.recording, int(self.joined.process[row])):
+            inside = np.where(line[1::2] == Line.TIER, 0, np.arange(1, len(line[1::2]) + 1))
+            last = np.maximum.accumulate(np.append(0, inside))
+            mask[::2] = (last > 0) & (line[np.maximum(2 * last - 1, 0)] == Line.NOTHING_TO_DO)
+        return mask
 
     def _silent(self, caller: int, row: int, edges: Array, pieces: Array) -> Array:
         """Of these pauses those in which nothing is seen of the thread, nor of another that works for it."""
@@ -146,12 +154,9 @@ class Threads:
 
     def _listened(self, row: int) -> tuple[Array, Array, Array]:
         """Where it waited for what others send, likewise."""
-        slept, joined = self.joined.recording.os_calls, self.joined
-        mine = (slept["process"] == joined.process[row]) & (slept["thread"] == joined.thread[row])
-        names = [i for i, name in enumerate(joined.recording.names) if name in _FROM_OUTSIDE] if mine.any() else []
-        rows = np.flatnonzero(mine & among(slept["name"], names))
-        rows = rows[~self._others_work(row, slept["start_ns"][rows], slept["end_ns"][rows])]
-        return slept["start_ns"][rows], slept["end_ns"][rows], np.full(len(rows), Line.NOTHING_TO_DO)
+        joined = self.joined
+        begin, end = asked_for_nothing(joined.recording, int(joined.process[row]), int(joined.thread[row]))
+        return begin, end, np.full(len(begin), Line.NOTHING_TO_DO)
 
     def _outside(self, caller: int, rows: Array) -> Line:
         """Where a thread is that is in no call."""
@@ -160,23 +165,10 @@ class Threads:
         process, thread = int(self.joined.process[rows[0]]), int(self.joined.thread[rows[0]])
         return Line.PYTHON if runs_python(self.joined, process, thread) else Line.ELSEWHERE
 
-    def _others_work(self, row: int, start: Array, end: Array) -> Array:
-        """Mask over waits: for most of them another thread of the process, that sleeps before and after, did not.
-
-        What it makes may be what the thread of this call waits for. Whether one sleeps on until the end is not known.
-        """
-        slept, joined = self.joined.recording.os_calls, self.joined
-        rows = np.flatnonzero(slept["process"] == joined.process[row])
-        rows = rows[slept["thread"][rows] != joined.thread[row]]
-        rows = rows[np.lexsort((slept["start_ns"][rows], slept["thread"][rows]))]
-        same = slept["thread"][rows][1:] == slept["thread"][rows][:-1]
-        awake = Cover(slept["end_ns"][rows][:-1][same], slept["start_ns"][rows][1:][same])
-        return np.asarray(2 * awake.within(start, end) > end - start)
-
     def _may_sleep(self, row: int, start: Array, end: Array) -> Array:
         """Mask over pauses: the thread slept for most of it, or the recording does not say when it sleeps."""
-        slept = self.joined.recording.os_calls
-        if not (slept["process"] == self.joined.process[row]).any():
+        slept, process = self.joined.recording.os_calls, int(self.joined.process[row])
+        if is_noted(self.joined.recording, process) or not (slept["process"] == process).any():
             return np.ones(len(start), dtype=bool)
         return self._slept(row, start, end)
 

@@ -29,7 +29,8 @@ one more thing must be true:
 A driver's lock, a full queue and pageable memory hold a thread inside calls, not between them. Pauses in which the
 thread waited for a CPU do not count, because time slices of the scheduler last some milliseconds, too (`cpu_starved`).
 If a third of all pauses are of this kind, none counts, because the kernel does not report these waits for every moment.
-Pauses in which no other thread of the process ran do not count, either, if `kvprobe run` noted that.
+Pauses in which no other thread of the process ran do not count, either, if `kvprobe run` noted that. Neither do those
+in which the thread waited for a request (in accept, poll, select, epoll_wait or recv), if the recording shows it.
 
 Time lost: the part of the gaps in which the thread was outside of CUDA calls, or inside calls that submit.
 
@@ -45,6 +46,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvprobe.account import Line, Worked, covers_of, who_worked
+from kvprobe.account.outside import waits_for_others
 from kvprobe.account.stretches import NOBODY
 from kvprobe.account.threads import runs_python
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, Where, cause_of
@@ -79,13 +81,17 @@ def _by_lock(joined: JoinedRecording, gaps: Gaps) -> Array:
 
 
 def _held_by_nobody(joined: JoinedRecording, before: Array, start: Array, end: Array) -> Array:
-    """Mask of pauses after the calls `before` in which no other thread of the process had the CPU, as `run` noted."""
-    mask = np.zeros(len(before), dtype=bool)
-    for caller in distinct(joined.caller[before]) if joined.recording.pauses.rows else ():
+    """Mask of pauses after the calls `before` in which the thread did not wait for the interpreter's lock.
+
+    No other thread of the process had the CPU, as `run` noted, or it waited for what others send, which takes no lock.
+    """
+    mask, recording = np.zeros(len(before), dtype=bool), joined.recording
+    for caller in distinct(joined.caller[before]) if recording.pauses.rows or recording.os_calls.rows else ():
         mine = np.flatnonzero(joined.caller[before] == caller)
-        row = before[mine[0]]
-        who = who_worked(joined.recording, int(joined.process[row]), int(joined.thread[row]), start[mine], end[mine])
+        process, thread = (int(column[before[mine[0]]]) for column in (joined.process, joined.thread))
+        who = who_worked(recording, process, thread, start[mine], end[mine])
         mask[mine] = among(who, (Worked.THREAD, Worked.NOBODY))
+        mask[mine] |= waits_for_others(recording, process, thread, start[mine], end[mine])
     return mask
 
 

@@ -16,6 +16,7 @@ SPAN, COVERAGE, GRAPH = 65, 66, 67  # no calls: what marks told of the device (k
 CONTENTS = 68  # no call: what a copy carried
 PAGES = 69  # no call: page faults in one
 PAUSE = 70  # no call: what CPU time was used between two
+WAITS = ("", "accept", "poll", "select", "epoll_wait", "recv")  # enum kvp_wait: a pause's `result`
 FIRST_FILE, LAST_FILE = 46, 55  # reads and writes of tiers: no CUDA calls, on no stream (kvp.h)
 FIRST_NOTE, LAST_NOTE = 65, 70  # no calls
 SEVERAL, SEVERAL_MOST = 0x80, 64  # in a record's call: it stands for several calls, so many at most

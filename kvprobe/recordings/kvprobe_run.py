@@ -48,6 +48,7 @@ from kvprobe.recordings.run_events import (
     samples,
     stacks,
     transfers,
+    waits,
 )
 from kvprobe.recordings.run_marks import marks
 from kvprobe.recordings.run_processes import (
@@ -341,6 +342,7 @@ def _fill(
     contents(recording, looks)
     page_faults(recording, _together(gathered.faults))
     pauses(recording, _together(gathered.pauses))
+    waits(recording, _together(gathered.pauses), names)
     words = _CallWords(calls.records, totals.slots, names)
     _calls(recording, calls, words)
     marks(recording, marked, names)

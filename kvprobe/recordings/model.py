@@ -433,6 +433,7 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "gave_up": "int64",  # how often the thread gave up its CPU, likewise; 0: it never slept
     },
     # Functions of the operating system in which a thread was for a millisecond and more: it slept, for all but a few.
+    # `kvprobe run` knows those alone in which a thread waited for somebody outside to ask for something.
     "os_calls": {
         "start_ns": "int64",
         "end_ns": "int64",

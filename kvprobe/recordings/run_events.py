@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvprobe.probe.ring import SANE, TRANSFER
+from kvprobe.probe.ring_layout import WAITS
 from kvprobe.recordings.adapter_events import AdapterEvents, ns_of
 from kvprobe.recordings.assemble import sorted_table
 from kvprobe.recordings.model import Array, Direction, Memory, Recording, Table
@@ -26,6 +27,7 @@ __all__ = [
     "samples",
     "stacks",
     "transfers",
+    "waits",
 ]
 
 
@@ -161,6 +163,7 @@ def page_faults(recording: Recording, told: RingRecords) -> None:
 
 def pauses(recording: Recording, told: RingRecords) -> None:
     """What CPU time was used between two calls of a thread, from notes of ring files."""
+    told = told.some(np.flatnonzero(told.records["result"] == 0))
     records = told.records
     start = records["start_ns"].astype(np.int64) + told.shift
     recording.tables["pauses"] = sorted_table(
@@ -174,6 +177,25 @@ def pauses(recording: Recording, told: RingRecords) -> None:
             "process_ns": np.minimum(records["dst"], SANE).astype(np.int64),
             "more_ns": np.minimum(records["bytes"], SANE).astype(np.int64),
             "gave_up": records["transfer"].astype(np.int64),
+        },
+    )
+
+
+def waits(recording: Recording, told: RingRecords, names: Names) -> None:
+    """Where threads waited in pauses for somebody outside to ask for something, from notes of ring files."""
+    known = told.some(np.flatnonzero((told.records["result"] > 0) & (told.records["result"] < len(WAITS))))
+    if not len(known.records):
+        return
+    records = known.records
+    start = records["start_ns"].astype(np.int64) + known.shift
+    recording.tables["os_calls"] = sorted_table(
+        "os_calls",
+        {
+            "start_ns": start,
+            "end_ns": start + np.minimum(records["dur_ns"], SANE).astype(np.int64),
+            "process": known.process,
+            "thread": records["tid"].astype(np.int64),
+            "name": names.map(WAITS)[records["result"]],
         },
     )
 

@@ -4,7 +4,7 @@
  * Left alone is an environment that says so (KVPROBE=off, an empty KVPROBE_RUN) or that names a run of its own. What a
  * process runs by system() or popen() gets the process's own environment: those call no function that leads here. */
 #define _GNU_SOURCE
-#include "files.h"
+#include "waits.h"
 
 #include <alloca.h>
 #include <dlfcn.h>
@@ -259,9 +259,10 @@ static int our_posix_spawnp(pid_t *pid, const char *file, const posix_spawn_file
     return error == E2BIG ? posix_spawnp(pid, file, actions, attributes, argv, env) : error;
 }
 
-/* Of files.c, each with parameters of its own. */
+/* Of files.c and waits.c, each with parameters of its own. */
 #define X(NAME) extern any_fn kvp_our_##NAME;
 FILE_FUNCTIONS(X)
+WAIT_FUNCTIONS(X)
 #undef X
 
 #define OURS(NAME, FUNCTION) {NAME, (any_fn *)(void *)FUNCTION, NULL}
@@ -284,7 +285,7 @@ const struct redirected kvp_redirected[] = {
     OURS("posix_spawnp", our_posix_spawnp),
     {"seccomp_load", (any_fn *)(void *)kvp_seccomp_load, &kvp_real_seccomp_load},
 #define X(NAME) {#NAME, kvp_our_##NAME, &kvp_real_##NAME},
-    FILE_FUNCTIONS(X)
+    FILE_FUNCTIONS(X) WAIT_FUNCTIONS(X)
 #undef X
 };
 const int kvp_redirected_count = sizeof kvp_redirected / sizeof *kvp_redirected;

@@ -1,6 +1,6 @@
 /* Reads and writes of files and sockets, as tiers below CPU memory make them: each of at least KVP_FILE_LEAST bytes is
  * kept with its time, its place and its memory. Smaller ones, and all of a process that has made no CUDA call yet, pass
- * after one compare.
+ * after one compare; but where a thread that submits receives something, how long it waited is looked at (waits.c).
  *
  * What is promised: the real function gets what the program gave and its answer and errno are the program's. While it
  * runs nothing is held: it may be cancelled, be interrupted, or never return. Afterwards no cancellation point is
@@ -10,7 +10,7 @@
  * a program makes without the C library, what happens inside a call of CUDA's (its own reads), and where an io_uring's
  * operations end. */
 #define _GNU_SOURCE
-#include "files.h"
+#include "waits.h"
 
 #include <errno.h>
 #include <pthread.h>
@@ -31,10 +31,6 @@ void kvp_files_start(const char *folder) {
 void kvp_files_stop(void) { kvp_files_least = SIZE_MAX; }
 
 /* ---- one operation --------------------------------------------------------------------------------------------- */
-
-static inline int active(void) {
-    return unlikely(atomic_load_explicit(&kvp_files_least, memory_order_relaxed) != SIZE_MAX);
-}
 
 static inline int kept(size_t bytes) {
     return unlikely(bytes >= atomic_load_explicit(&kvp_files_least, memory_order_relaxed));
@@ -102,8 +98,6 @@ __attribute__((noinline)) void kvp_file_ends(uint64_t began, int fd, kvp_record 
 
 /* ---- the functions --------------------------------------------------------------------------------------------- */
 
-#define AS(NAME) ((NAME##_fn *)(void *)atomic_load_explicit(&kvp_real_##NAME, memory_order_relaxed))
-
 /* POSSIBLE: whether an operation with these arguments may be kept; MOVED: whether it is, by its result; then the
  * record. Arguments that point into the program's memory are looked at after the call alone. */
 #define FILE_CALL(NAME, RESULT, PARAMETERS, ARGUMENTS, POSSIBLE, MOVED, FD, ...)                                       \
@@ -118,6 +112,24 @@ __attribute__((noinline)) void kvp_file_ends(uint64_t began, int fd, kvp_record 
             __VA_ARGS__;                                                                                               \
             kvp_file_ends(began, FD, &r);                                                                              \
         }                                                                                                              \
+        return result;                                                                                                 \
+    }
+
+/* One that also waits until somebody sends something, however little; read is asked of threads alone that submit. */
+#define RECEIVING(NAME, PARAMETERS, ARGUMENTS, POSSIBLE, WAITS, ...)                                                   \
+    typedef ssize_t NAME##_fn PARAMETERS;                                                                              \
+    any_fn *_Atomic kvp_real_##NAME;                                                                                   \
+    ssize_t kvp_our_##NAME PARAMETERS {                                                                                \
+        int possible = (POSSIBLE);                                                                                     \
+        if (likely(!possible && !(WAITS))) return AS(NAME) ARGUMENTS;                                                  \
+        uint64_t began = possible ? kvp_file_begins() : kvp_wait_begins();                                             \
+        ssize_t result = AS(NAME) ARGUMENTS;                                                                           \
+        if (possible && result > 0 && kept((size_t)result)) {                                                          \
+            kvp_record r = {.dst = KVP_NOWHERE, .bytes = (uint64_t)result};                                            \
+            __VA_ARGS__;                                                                                               \
+            kvp_file_ends(began, fd, &r);                                                                              \
+        } else if ((WAITS) && result >= 0)                                                                             \
+            kvp_received(began, fd);                                                                                   \
         return result;                                                                                                 \
     }
 
@@ -143,7 +155,8 @@ __attribute__((noinline)) void kvp_file_ends(uint64_t began, int fd, kvp_record 
               (fd, pieces, count, offset, flags), active(), kept((size_t)result), fd, PIECES(CALL, DIRECTION);         \
               AT_OFFSET(offset))
 
-PLAIN(read, , KVP_READ)
+RECEIVING(read, (int fd, void *buffer, size_t bytes), (fd, buffer, bytes), kept(bytes), active() && kvp_thread.ended,
+          IS(read, KVP_READ, buffer))
 PLAIN(write, const, KVP_WRITE)
 PLACED(pread, pread, , KVP_READ)
 PLACED(pread64, pread, , KVP_READ)
@@ -161,8 +174,8 @@ FLAGGED_PIECES(pwritev2, pwritev, KVP_WRITE)
 FLAGGED_PIECES(pwritev64v2, pwritev, KVP_WRITE)
 
 /* What a compiler makes of the same calls where it knows how large the memory is. */
-FILE_CALL(__read_chk, ssize_t, (int fd, void *buffer, size_t bytes, size_t room), (fd, buffer, bytes, room),
-          kept(bytes), kept((size_t)result), fd, IS(read, KVP_READ, buffer))
+RECEIVING(__read_chk, (int fd, void *buffer, size_t bytes, size_t room), (fd, buffer, bytes, room), kept(bytes),
+          active() && kvp_thread.ended, IS(read, KVP_READ, buffer))
 #define CHECKED(NAME)                                                                                                  \
     FILE_CALL(NAME, ssize_t, (int fd, void *buffer, size_t bytes, off_t offset, size_t room),                          \
               (fd, buffer, bytes, offset, room), kept(bytes), kept((size_t)result), fd, IS(pread, KVP_READ, buffer);   \
@@ -170,14 +183,12 @@ FILE_CALL(__read_chk, ssize_t, (int fd, void *buffer, size_t bytes, size_t room)
 CHECKED(__pread_chk)
 CHECKED(__pread64_chk)
 
-FILE_CALL(recv, ssize_t, (int fd, void *buffer, size_t bytes, int flags), (fd, buffer, bytes, flags),
-          kept(bytes) && !(flags & MSG_PEEK), kept((size_t)result), fd, IS(recv, KVP_READ, buffer))
-FILE_CALL(__recv_chk, ssize_t, (int fd, void *buffer, size_t bytes, size_t room, int flags),
-          (fd, buffer, bytes, room, flags), kept(bytes) && !(flags & MSG_PEEK), kept((size_t)result), fd,
-          IS(recv, KVP_READ, buffer))
-FILE_CALL(recvfrom, ssize_t,
-          (int fd, void *buffer, size_t bytes, int flags, struct sockaddr *from, socklen_t *from_bytes),
-          (fd, buffer, bytes, flags, from, from_bytes), kept(bytes) && !(flags & MSG_PEEK), kept((size_t)result), fd,
+RECEIVING(recv, (int fd, void *buffer, size_t bytes, int flags), (fd, buffer, bytes, flags),
+          kept(bytes) && !(flags & MSG_PEEK), active(), IS(recv, KVP_READ, buffer))
+RECEIVING(__recv_chk, (int fd, void *buffer, size_t bytes, size_t room, int flags), (fd, buffer, bytes, room, flags),
+          kept(bytes) && !(flags & MSG_PEEK), active(), IS(recv, KVP_READ, buffer))
+RECEIVING(recvfrom, (int fd, void *buffer, size_t bytes, int flags, struct sockaddr *from, socklen_t *from_bytes),
+          (fd, buffer, bytes, flags, from, from_bytes), kept(bytes) && !(flags & MSG_PEEK), active(),
           IS(recv, KVP_READ, buffer))
 FILE_CALL(send, ssize_t, (int fd, const void *buffer, size_t bytes, int flags), (fd, buffer, bytes, flags), kept(bytes),
           kept((size_t)result), fd, IS(send, KVP_WRITE, buffer))
@@ -186,8 +197,8 @@ FILE_CALL(sendto, ssize_t,
           (fd, buffer, bytes, flags, to, to_bytes), kept(bytes), kept((size_t)result), fd, IS(send, KVP_WRITE, buffer))
 #define OF_MESSAGE(CALL, DIRECTION)                                                                                    \
     IS(CALL, DIRECTION, message->msg_iov[0].iov_base), r.count = (uint32_t)message->msg_iovlen
-FILE_CALL(recvmsg, ssize_t, (int fd, struct msghdr *message, int flags), (fd, message, flags),
-          active() && !(flags & MSG_PEEK), kept((size_t)result), fd, OF_MESSAGE(recv, KVP_READ))
+RECEIVING(recvmsg, (int fd, struct msghdr *message, int flags), (fd, message, flags), active() && !(flags & MSG_PEEK),
+          active(), OF_MESSAGE(recv, KVP_READ))
 FILE_CALL(sendmsg, ssize_t, (int fd, const struct msghdr *message, int flags), (fd, message, flags), active(),
           kept((size_t)result), fd, OF_MESSAGE(send, KVP_WRITE))
 

@@ -11,6 +11,10 @@
  */
 extern _Atomic size_t kvp_files_least;
 
+static inline int active(void) {
+    return unlikely(atomic_load_explicit(&kvp_files_least, memory_order_relaxed) != SIZE_MAX);
+}
+
 /* 1 inside a call whose own system calls are its own: libaio's, liburing's. */
 extern __thread int kvp_in_file_call __attribute__((tls_model("initial-exec")));
 
@@ -32,6 +36,9 @@ enum { NO_PLACE = 0, UNTOLD_PLACE = 1 };
 void kvp_places_start(const char *folder);
 unsigned kvp_place_of(int fd);
 void kvp_place_closes(int fd);
+
+/* The function in whose place one of ours stands. */
+#define AS(NAME) ((NAME##_fn *)(void *)atomic_load_explicit(&kvp_real_##NAME, memory_order_relaxed))
 
 /* The functions in whose place files.c stands. */
 #define FILE_FUNCTIONS(X)                                                                                              \

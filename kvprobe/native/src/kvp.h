@@ -208,8 +208,18 @@ enum kvp_file_seen {
  * for all others; 0: not known.
  *   pause     [start_ns, start_ns + dur_ns), in which the thread tid was in no call, for a millisecond or more
  * (interpose/pauses.c). src, dst: CPU time that the thread, and its whole process, used in it and in so many ns before
- * it as `bytes` says; transfer: how often the thread gave up its CPU in that time. */
+ * it as `bytes` says; transfer: how often the thread gave up its CPU in that time. result: 0; else enum kvp_wait, and
+ * the record is of a part of a pause, for a millisecond or more, in which the thread tid waited for somebody outside to
+ * ask for something (interpose/waits.c); src, dst: 0, transfer: 1. */
 #define KVP_NOTES 65
+#define KVP_WAIT_NS 1000000u
+enum kvp_wait {
+    KVP_WAIT_accept = 1, /* and accept4 */
+    KVP_WAIT_poll,       /* and ppoll */
+    KVP_WAIT_select,     /* and pselect */
+    KVP_WAIT_epoll,
+    KVP_WAIT_recv /* and read */
+};
 
 /* ---- totals and histogram ----------------------------------------------------------------------------------- */
 
