@@ -102,6 +102,12 @@ def test_what_synchronised_without_a_call_in_the_export_gives_no_other_call_its_
     assert found[0] == found[1] and -1 not in found[0][0]
 
 
+def test_what_synchronised_with_a_stream_that_is_not_known_has_no_other_ones(tmp_path):
+    waits = f"INSERT INTO CUPTI_ACTIVITY_KIND_SYNCHRONIZATION VALUES (5, 6, 77, 3, {5 << 24}, 0)"
+    r = open_recording([two_copies(tmp_path / "a.sqlite", waits)])
+    assert r.calls["stream"].tolist() == [0, 1, -1]
+
+
 @pytest.mark.parametrize("kind", [-1, 10**6, 1 << 40])
 def test_a_copy_of_a_kind_that_no_tool_wrote_yet_is_read(tmp_path, kind):
     r = open_recording([two_copies(tmp_path / "a.sqlite", kind=kind)])

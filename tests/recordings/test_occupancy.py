@@ -323,14 +323,15 @@ def test_an_end_that_a_clock_puts_before_its_call_makes_no_depth_below_zero():
     assert depth_series(r, queue)[1].min() == 0
 
 
-@pytest.mark.parametrize("more_ns", [650, 750])
-def test_calls_that_cost_a_little_more_at_the_top_are_no_full_queue(more_ns):
-    """Calls of 1 us take 0.5 us more within bounds, and a full queue takes over a quarter of one beyond them."""
+@pytest.mark.parametrize(("more_ns", "verdict"), [(650, "not full"), (750, "not full"), (751, "cannot tell")])
+def test_calls_that_cost_a_little_more_at_the_top_are_no_full_queue(more_ns, verdict):
+    """Calls of 1 us take 0.5 us more within bounds, and a full queue more than a quarter of one beyond them."""
     r, _ = simulate(calls=900, jitter=0, api_ns=1_000)
     depth = occupancy(r).streams[0].depth
-    r.calls.columns["end_ns"][depth >= depth.max() - 10] += more_ns
+    r.calls.columns["end_ns"][depth >= depth.max() - 20] += more_ns
     occ = occupancy(r)
-    assert occ.verdict == "not full" and "took no longer with up to" in occ.reason
+    assert occ.verdict == verdict
+    assert ("took no longer with up to" in occ.reason) == (verdict == "not full")
 
 
 def test_a_return_so_near_an_end_is_aligned_and_instants_on_both_sides_are_tried():
