@@ -38,7 +38,7 @@ class Check:
     histories: bool = False
 
 
-HISTORIES = Check("histories", ("1:96", "0:64", "2:32"), 9, histories=True)
+HISTORIES = Check("histories", ("1:96", "0:64", "2:32"), 40, histories=True)
 ENGINE_HISTORIES = Check(  # of a changed Python file, which a process has to import anew
     "histories", ("-m", "tests.mutants.histories", *HISTORIES.command), 30
 )
