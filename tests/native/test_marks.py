@@ -103,11 +103,12 @@ for n in range(1, 17):
 stream, host, device, semaphore = ct.c_void_p(), ct.c_void_p(), ct.c_void_p(), ct.create_string_buffer(64)
 libc.sem_init(semaphore, 0, 0)
 assert lib.cudaStreamCreateWithFlags(ct.byref(stream), 1) == 0
-assert lib.cudaHostAlloc(ct.byref(host), u64(1_000_000), 0) == 0
-assert lib.cudaMalloc(ct.byref(device), u64(1_000_000)) == 0
+assert lib.cudaHostAlloc(ct.byref(host), u64(100_000), 0) == 0
+assert lib.cudaMalloc(ct.byref(device), u64(100_000)) == 0
 assert lib.cudaLaunchHostFunc(stream, ct.cast(libc.sem_wait, ct.c_void_p), ct.c_void_p(ct.addressof(semaphore))) == 0
 for _ in range(50):
-    assert lib.cudaMemcpyAsync(device, host, u64(1_000_000), 1, stream) == 0
+    assert lib.cudaMemcpyAsync(device, host, u64(100_000), 1, stream) == 0
+assert lib.cudaLaunchHostFunc(stream, ct.cast(libc.usleep, ct.c_void_p), ct.c_void_p(5_000)) == 0  # us
 while lib.kvhostFailed(b"cuEventCreate") < 16:
     time.sleep(0.001)
 time.sleep(0.15)  # there are events now, and the first coverage could be written
@@ -129,15 +130,18 @@ open(%r, "w").write(f"{opened} {over}")
 def test_what_is_submitted_before_there_are_events_is_not_called_idle(
     libraries: Path, tmp_path: Path, then: str
 ) -> None:
-    """Copies that no event follows: while they run, what the device did is not known."""
+    """Work that no event follows: until it is over, what the device did is not known.
+
+    Behind the copies a function of the host sleeps for 5 ms. However busy the machine is, the stream has work for so
+    long at least since it was opened; a fifth is left to the mark's place on the host's clock.
+    """
     recording = recorded(libraries, tmp_path, "", LATE % (then, str(tmp_path / "times")), KVHOST_CLOCK="real")
     opened, over = map(int, (tmp_path / "times").read_text().split())
     spans, seen = recording.spans, recording.coverage
     whole = Cover(seen["start_ns"][seen["reason"] == 0], seen["end_ns"][seen["reason"] == 0])
-    copied = Cover(spans["start_ns"], spans["end_ns"]).within(np.array([opened]), np.array([over]))[0]
-    known = whole.within(np.array([opened]), np.array([over]))[0]
-    # 50 MB at 4 GB/s take 12.5 ms. Half of it is asked for: on a busy machine the device's clock is read late.
-    assert over - opened - known >= 6_000_000 - copied
+    first, last = np.array([opened]), np.array([opened + 4_000_000])
+    worked = Cover(spans["start_ns"], spans["end_ns"]).within(first, last)[0]
+    assert whole.within(first, last)[0] <= worked
     reasons = {recording.text(int(one)) for one in seen["reason"]}
     assert "work was submitted that no timing event followed" in reasons
     assert whole.within(np.array([over]), np.array([over + 10**10]))[0] > 0  # what comes later is known
