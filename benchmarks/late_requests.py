@@ -41,7 +41,8 @@ from kvprobe.recordings.model import Recording, Table
 from kvprobe.recordings.parquet import write
 from kvprobe.recordings.steps import Steps
 from kvprobe.recordings.vocabulary import Names
-from kvprobe.requests import PART_KEYS, Requests, of_account
+from kvprobe.requests import PART_KEYS, LateStep, Requests, of_account
+from kvprobe.requests.usual import NOTICED
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -51,9 +52,6 @@ PLAN_NS = 200_000
 QUIET = 150  # steps at the beginning, in which nothing is late
 DEPTH = 1024
 UNSEEN = 0.05  # of a late step, of which it is not known what the GPU did: it was not observed
-# Of a kernel: a step whose kernel begins later than that may be late. A step is late from a tenth over the usual one of
-# its kind on; its own work may lie half of that above: 1% by the seed, and 3.6% by 63 tokens where 47 are usual.
-HELD = 0.05
 
 _copies = [line.key for line in COPIES]
 _host = [line.key for line in (Line.PYTHON, Line.ELSEWHERE, Line.NOTHING_TO_DO, Line.NO_CPU)]
@@ -73,7 +71,7 @@ class Truth:
 
     `early` are the requests that arrived in the first steps, when everything is cold: they are not judged. `two` are
     those that waited for a late load while a step was late: they are to be named, how much is of which nobody knows.
-    `held`: steps that nobody made late and whose kernel began late, by number, and by how many ns.
+    `held`: of steps that nobody made late, by number, ns that their kernels were held up.
     """
 
     steps: dict[int, tuple[str, int]] = field(default_factory=dict)
@@ -232,7 +230,7 @@ class Server:
             self.compute(work_ns)
             self.runtime.stream_synchronize(self.stream)
             held_ns = self.now() - launched_ns - work_ns
-            if self.virtual and not kind and held_ns > HELD * work_ns:
+            if self.virtual and not kind:
                 self.truth.held[number] = held_ns
             phase = "mixed" if joins and running else "prefill" if joins else "decode"
             names = [one.name for one in batch]
@@ -344,8 +342,8 @@ def compared(told: Requests, truth: Truth) -> dict[str, Any]:
     steps = {number: one for number, one in steps.items() if number > QUIET}
     named = {one.name: one for one in told.late_requests if one.name not in truth.early}
     late = truth.late - truth.early
-    # late in such steps alone
-    held = {name for name, one in named.items() if one.steps and truth.held.keys() >= set(one.steps)} - late
+    held = {number for number in truth.held.keys() & steps.keys() if late_by(steps[number], truth.held[number])}
+    waited = {name for name, one in named.items() if one.steps and held >= set(one.steps)} - late  # in such steps alone
     errors: dict[str, list[float]] = {}
     seen: dict[str, list[float]] = {}
     for number, (kind, ns) in truth.steps.items():
@@ -359,7 +357,7 @@ def compared(told: Requests, truth: Truth) -> dict[str, Any]:
         if name in named and name not in truth.two:
             found = named[name].to_json()["surplus_ns"].get(PARTS["tier"][0], 0)
             errors.setdefault("tier", []).append(abs(found - ns) / named[name].first_token_ns)
-    for number in truth.held.keys() & steps.keys():
+    for number in held:
         parts = steps[number].to_json()["surplus_ns"]
         found = sum(parts.get(part, 0) for part in PARTS["link"])
         errors.setdefault("copies", []).append(
@@ -370,12 +368,18 @@ def compared(told: Requests, truth: Truth) -> dict[str, Any]:
         "steps": told.steps,
         "requests": told.requests,
         "delays": {**{kind: kinds.count(kind) for kind in sorted(set(kinds))}, "tier": len(truth.loads)},
-        "held": [len(truth.held), len(truth.held.keys() & steps.keys())],
-        "late_steps": counted(set(truth.steps), set(steps) - truth.held.keys()),
-        "late_requests": counted(late, set(named) - held),
+        "held": len(held),
+        "late_steps": counted(set(truth.steps), set(steps) - held),
+        "late_requests": counted(late, set(named) - waited),
         "worst_split_error": {kind: round(max(each), 4) for kind, each in sorted(errors.items())},
         "where_seen": {kind: [len(each), round(max(each), 4)] for kind, each in sorted(seen.items())},
     }
+
+
+def late_by(step: LateStep, held_ns: int) -> bool:
+    """Whether a step is late because it was held up so long: without that nobody would call it late."""
+    took_ns = step.to_ns - step.from_ns
+    return took_ns - held_ns <= NOTICED * (took_ns - step.longer_ns)
 
 
 def counted(true: set[Any], named: set[Any]) -> list[int]:

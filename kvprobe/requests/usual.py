@@ -15,7 +15,7 @@ import numpy as np
 
 from kvprobe.recordings.model import Array, Phase
 
-__all__ = ["LEAST", "Usual", "like_of", "usual"]
+__all__ = ["LEAST", "NOTICED", "Usual", "like_of", "usual"]
 
 LEAST = 20  # like ones, of which a quarter is five
 FENCE = 3.0  # J. W. Tukey, Exploratory Data Analysis (1977): "far out"
