@@ -9,7 +9,7 @@ from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import Array, Recording
 
-__all__ = ["asked_for_nothing", "received", "waits_for_others"]
+__all__ = ["asked_for_nothing", "waits_for_others"]
 
 _FROM_OUTSIDE = frozenset(
     [f"recv{kind}" for kind in ("", "from", "msg", "mmsg")]
@@ -18,7 +18,7 @@ _FROM_OUTSIDE = frozenset(
 )
 
 
-def received(recording: Recording, process: int, thread: int) -> Array:
+def _received(recording: Recording, process: int, thread: int) -> Array:
     """Rows of `os_calls` in which this thread waited for what others send."""
     slept = recording.os_calls
     mine = (slept["process"] == process) & (slept["thread"] == thread)
@@ -28,14 +28,14 @@ def received(recording: Recording, process: int, thread: int) -> Array:
 
 def waits_for_others(recording: Recording, process: int, thread: int, start: Array, end: Array) -> Array:
     """Mask over pauses of a thread, ns: for most of each it waited for what others send."""
-    rows = received(recording, process, thread)
+    rows = _received(recording, process, thread)
     slept = recording.os_calls
     return np.asarray(2 * Cover(slept["start_ns"][rows], slept["end_ns"][rows]).within(start, end) > end - start)
 
 
 def asked_for_nothing(recording: Recording, process: int, thread: int) -> tuple[Array, Array]:
     """Where this thread waited so and no other of its process made meanwhile what it may have waited for; ns."""
-    slept, rows = recording.os_calls, received(recording, process, thread)
+    slept, rows = recording.os_calls, _received(recording, process, thread)
     start, end = slept["start_ns"][rows], slept["end_ns"][rows]
     if is_noted(recording, process):
         worked = others_may_work(recording, process, thread, start, end)

@@ -165,14 +165,10 @@ def pauses(recording: Recording, told: RingRecords) -> None:
     """What CPU time was used between two calls of a thread, from notes of ring files."""
     told = told.some(np.flatnonzero(told.records["result"] == 0))
     records = told.records
-    start = records["start_ns"].astype(np.int64) + told.shift
     recording.tables["pauses"] = sorted_table(
         "pauses",
         {
-            "start_ns": start,
-            "end_ns": start + np.minimum(records["dur_ns"], SANE).astype(np.int64),
-            "process": told.process,
-            "thread": records["tid"].astype(np.int64),
+            **_of_threads(told),
             "thread_ns": np.minimum(records["src"], SANE).astype(np.int64),
             "process_ns": np.minimum(records["dst"], SANE).astype(np.int64),
             "more_ns": np.minimum(records["bytes"], SANE).astype(np.int64),
@@ -186,18 +182,21 @@ def waits(recording: Recording, told: RingRecords, names: Names) -> None:
     known = told.some(np.flatnonzero((told.records["result"] > 0) & (told.records["result"] < len(WAITS))))
     if not len(known.records):
         return
-    records = known.records
-    start = records["start_ns"].astype(np.int64) + known.shift
     recording.tables["os_calls"] = sorted_table(
-        "os_calls",
-        {
-            "start_ns": start,
-            "end_ns": start + np.minimum(records["dur_ns"], SANE).astype(np.int64),
-            "process": known.process,
-            "thread": records["tid"].astype(np.int64),
-            "name": names.map(WAITS)[records["result"]],
-        },
+        "os_calls", {**_of_threads(known), "name": names.map(WAITS)[known.records["result"]]}
     )
+
+
+def _of_threads(told: RingRecords) -> dict[str, Array]:
+    """When these notes begin and end, and whose they are."""
+    records = told.records
+    start = records["start_ns"].astype(np.int64) + told.shift
+    return {
+        "start_ns": start,
+        "end_ns": start + np.minimum(records["dur_ns"], SANE).astype(np.int64),
+        "process": told.process,
+        "thread": records["tid"].astype(np.int64),
+    }
 
 
 def stacks(recording: Recording, processes: list[Process], shifts: list[int], names: Names) -> None:
