@@ -98,40 +98,30 @@ __attribute__((noinline)) void kvp_file_ends(uint64_t began, int fd, kvp_record 
 
 /* ---- the functions --------------------------------------------------------------------------------------------- */
 
-/* POSSIBLE: whether an operation with these arguments may be kept; MOVED: whether it is, by its result; then the
- * record. Arguments that point into the program's memory are looked at after the call alone. */
-#define FILE_CALL(NAME, RESULT, PARAMETERS, ARGUMENTS, POSSIBLE, MOVED, FD, ...)                                       \
+/* POSSIBLE: whether an operation with these arguments may be kept; MOVED: whether it is, by its result; WAITS: whether
+ * it is looked at how long it waited, however little it receives; then the record. Arguments that point into the
+ * program's memory are looked at after the call alone. */
+#define ANY_CALL(NAME, RESULT, PARAMETERS, ARGUMENTS, POSSIBLE, MOVED, WAITS, FD, ...)                                 \
     typedef RESULT NAME##_fn PARAMETERS;                                                                               \
     any_fn *_Atomic kvp_real_##NAME;                                                                                   \
     RESULT kvp_our_##NAME PARAMETERS {                                                                                 \
-        if (likely(!(POSSIBLE))) return AS(NAME) ARGUMENTS;                                                            \
-        uint64_t began = kvp_file_begins();                                                                            \
-        RESULT result = AS(NAME) ARGUMENTS;                                                                            \
-        if (result > 0 && (MOVED)) {                                                                                   \
-            kvp_record r = {.dst = KVP_NOWHERE, .bytes = (uint64_t)result};                                            \
-            __VA_ARGS__;                                                                                               \
-            kvp_file_ends(began, FD, &r);                                                                              \
-        }                                                                                                              \
-        return result;                                                                                                 \
-    }
-
-/* One that also waits until somebody sends something, however little; read is asked of threads alone that submit. */
-#define RECEIVING(NAME, PARAMETERS, ARGUMENTS, POSSIBLE, WAITS, ...)                                                   \
-    typedef ssize_t NAME##_fn PARAMETERS;                                                                              \
-    any_fn *_Atomic kvp_real_##NAME;                                                                                   \
-    ssize_t kvp_our_##NAME PARAMETERS {                                                                                \
         int possible = (POSSIBLE);                                                                                     \
         if (likely(!possible && !(WAITS))) return AS(NAME) ARGUMENTS;                                                  \
         uint64_t began = possible ? kvp_file_begins() : kvp_wait_begins();                                             \
-        ssize_t result = AS(NAME) ARGUMENTS;                                                                           \
-        if (possible && result > 0 && kept((size_t)result)) {                                                          \
+        RESULT result = AS(NAME) ARGUMENTS;                                                                            \
+        if (possible && result > 0 && (MOVED)) {                                                                       \
             kvp_record r = {.dst = KVP_NOWHERE, .bytes = (uint64_t)result};                                            \
             __VA_ARGS__;                                                                                               \
-            kvp_file_ends(began, fd, &r);                                                                              \
+            kvp_file_ends(began, FD, &r);                                                                              \
         } else if ((WAITS) && result >= 0)                                                                             \
-            kvp_received(began, fd);                                                                                   \
+            kvp_received(began, FD);                                                                                   \
         return result;                                                                                                 \
     }
+#define FILE_CALL(NAME, RESULT, PARAMETERS, ARGUMENTS, POSSIBLE, MOVED, FD, ...)                                       \
+    ANY_CALL(NAME, RESULT, PARAMETERS, ARGUMENTS, POSSIBLE, MOVED, 0, FD, __VA_ARGS__)
+/* read is asked how long it waited of threads alone that submit. */
+#define RECEIVING(NAME, PARAMETERS, ARGUMENTS, POSSIBLE, WAITS, ...)                                                   \
+    ANY_CALL(NAME, ssize_t, PARAMETERS, ARGUMENTS, POSSIBLE, kept((size_t)result), WAITS, fd, __VA_ARGS__)
 
 #define IS(CALL, DIRECTION, MEMORY) r.call = KVP_CALL_##CALL, r.direction = DIRECTION, r.src = (uintptr_t)(MEMORY)
 #define AT_OFFSET(OFFSET) r.dst = (OFFSET) < 0 ? KVP_NOWHERE : (uint64_t)(OFFSET)

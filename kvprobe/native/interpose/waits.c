@@ -1,5 +1,5 @@
 /* Waits in which nobody asks for anything: a thread of a server is in accept, poll, select, epoll_wait or recv until a
- * connection or a request comes from outside. Each that takes KVP_WAIT_NS and more is noted.
+ * connection or a request comes from outside. Each that takes KVP_PAUSE_NS and more is noted.
  *
  * Told are only waits at sockets by which others ask: those that listen, and those that accept has made, of IPv4, IPv6
  * or of virtual machines. By any other descriptor (a connection that the program itself has made, a pipe, a socket of
@@ -83,7 +83,7 @@ uint64_t kvp_waited_until(uint64_t began) {
     kvp_thread.inside = IN_KVPROBE;
     uint64_t now = kvp_clock();
     kvp_thread.inside = OUTSIDE;
-    return now - began >= KVP_WAIT_NS ? now : 0;
+    return now - began >= KVP_PAUSE_NS ? now : 0;
 }
 
 void kvp_waited(unsigned how, uint64_t began, uint64_t until) {

@@ -212,7 +212,6 @@ enum kvp_file_seen {
  * the record is of a part of a pause, for a millisecond or more, in which the thread tid waited for somebody outside to
  * ask for something (interpose/waits.c); src, dst: 0, transfer: 1. */
 #define KVP_NOTES 65
-#define KVP_WAIT_NS 1000000u
 enum kvp_wait {
     KVP_WAIT_accept = 1, /* and accept4 */
     KVP_WAIT_poll,       /* and ppoll */
