@@ -40,7 +40,7 @@ class Check:
 
 HISTORIES = Check("histories", ("1:96", "0:64", "2:32"), 40, histories=True)
 ENGINE_HISTORIES = Check(  # of a changed Python file, which a process has to import anew
-    "histories", ("-m", "tests.mutants.histories", *HISTORIES.command), 30
+    "histories", ("-m", "tests.mutants.histories", *HISTORIES.command), HISTORIES.seconds
 )
 THREADS = Check("threads", ("-m", "tests.simulate", "0", "--threads", "--count", "300"), 40)
 OWN = {  # of C files whose part the engine's histories use only by the way
