@@ -91,12 +91,13 @@ def _shares(row: RankRow) -> tuple[float, float, float]:
 def _lines(summary: Summary, found: RankComparison, top: int) -> list[str]:
     from collections import Counter
 
+    from kvprobe.diagnosis.finding import singular
     from kvprobe.errors import plain
     from kvprobe.reporting.units import duration, percent
 
     verdicts = Counter(row.verdict for row in found.rows)
     counted = ", ".join(f"{verdicts[word]:,} {word}" for word in ("found", "undecided", "healthy") if verdicts[word])
-    lines = [f"{len(found.rows):,} ranks of {summary.inputs:,} recordings: {counted}", ""]
+    lines = [singular(f"{len(found.rows):,} ranks of {summary.inputs:,} recordings: {counted}"), ""]
 
     seen = any(row.computing >= 0 for row in found.rows)
 

@@ -43,7 +43,7 @@ def test_reduce_names_what_it_cannot_read(kvprobe, export: Path, tmp_path: Path)
     bad = tmp_path / "bad.json"
     bad.write_text("{")
     code, out, err = kvprobe("reduce", export, bad, "--workers", "1")
-    assert code == 1 and "of 1 recordings" in out and "bad.json" in err
+    assert code == 1 and "of 1 recording:" in out and "bad.json" in err
     code, _, err = kvprobe("reduce", export, "-o", tmp_path / "all.json")
     assert code == 2 and "ends in .kvsum" in err
 
