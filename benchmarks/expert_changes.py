@@ -1,0 +1,176 @@
+"""What `kvprobe stats -r expert_changes` predicts against what each change gives: llama.cpp's calls, played.
+
+    python benchmarks/expert_changes.py [--rounds 3] [--steps 150] [--json FILE]
+
+A model of 8 layers keeps its experts in CPU memory, 64 to a layer in three tensors each, of which a router picks 6. Of
+each layer (`ggml_backend_sched_compute_splits` of llama.cpp's ggml-backend.cpp): a kernel up to the router, the picked
+ids to the CPU, a wait for them, then of each tensor the runs of picked experts by cudaMemcpyAsync on the stream that
+computes, and the kernel that multiplies. That is recorded by `kvprobe run`. Then it is played again as it was and with
+each change, in turns and not recorded: slots for experts on the GPU, whole tensors there, and uploads that begin while
+the layer before computes. Kernels spin for a given time. Without a GPU the host runtime is used, whose figures on a
+busy machine mean nothing.
+
+Exit code 1: on a GPU, the saving that was predicted is more than a quarter beside the measured one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "corpus"))
+
+from device import D2H, H2D, Device
+
+from tests.recordings.experts_made import Slots, routed, runs
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS, EXPERTS, PICKED, PARTS = 8, 64, 6, 3
+STRIDE = 256 << 10
+TENSOR = EXPERTS * STRIDE
+COMPUTE_NS = 40_000
+PADDING = 512
+AS_IT_IS, SLOTS, FIXED, PREFETCH = "as it is", "slots", "fixed", "prefetch"
+BOUND = 0.25
+
+
+class Model:
+    """The calls of one model, as it is or changed."""
+
+    def __init__(self, slots: int = 0, fixed: int = 0) -> None:
+        self.gpu = Device(size=LAYERS * PARTS * TENSOR + (1 << 20), streams=4)
+        self.stream, self.copying = self.gpu.compute, self.gpu.copies[0]
+        self.ids = self.gpu.host + LAYERS * PARTS * TENSOR + (64 << 10)
+        self.cache = Slots(slots) if slots else None
+        self.fixed = fixed  # tensors, from the first one: the picks of all layers are alike
+
+    def _bring(self, layer: int, part: int, picked: list[int], stream: int, half: int = 0) -> None:
+        tensor = PARTS * layer + part
+        if tensor < self.fixed:
+            return
+        if self.cache is not None:
+            picked = [one for one in picked if self.cache.use(tensor * EXPERTS + one) is not None]
+        to = self.gpu.device + (PARTS * half + part) * (TENSOR + 4096)
+        for first, last in runs(picked) if picked else ():
+            size = (last - first + 1) * STRIDE + (PADDING if last < EXPERTS - 1 else 0)
+            self.gpu.copy(to + first * STRIDE, self.gpu.host + tensor * TENSOR + first * STRIDE, size, H2D, stream)
+
+    def step(self, picks: list[list[int]]) -> None:
+        """All layers once: each waits for its picks, then for their experts."""
+        gpu = self.gpu
+        for layer, picked in enumerate(picks):
+            gpu.launch(COMPUTE_NS)
+            gpu.copy(self.ids, gpu.device, 128, D2H, self.stream)
+            gpu.sync(self.stream)
+            for part in range(PARTS):
+                self._bring(layer, part, picked, self.stream)
+                gpu.launch(COMPUTE_NS)
+        gpu.sync(self.stream)
+
+    def step_ahead(self, picks: list[list[int]]) -> None:
+        """Each layer's experts come on a stream of their own while the layer before it computes."""
+        gpu = self.gpu
+        for layer, picked in enumerate(picks):
+            for part in range(PARTS):
+                self._bring(layer, part, picked, self.copying, layer % 2)
+            gpu.record(layer % 2, self.copying)
+            gpu.launch(COMPUTE_NS)
+            gpu.copy(self.ids, gpu.device, 128, D2H, self.stream)
+            gpu.check(gpu.lib.cudaStreamWaitEvent(self.stream, gpu.events[layer % 2], 0))
+            for _ in range(PARTS):
+                gpu.launch(COMPUTE_NS)
+        gpu.sync(self.stream)
+
+
+def play(way: str, count: int, steps: int) -> dict[str, Any]:
+    """All steps one way: how long they took, ns, and whether that was on a GPU."""
+    model = Model(slots=count if way == SLOTS else 0, fixed=count if way == FIXED else 0)
+    step = model.step_ahead if way == PREFETCH else model.step
+    picks = list(routed(5, steps, LAYERS, EXPERTS, PICKED))
+    begin = time.perf_counter_ns()
+    for one in picks:
+        step(one)
+    return {"took_ns": time.perf_counter_ns() - begin, "gpu": model.gpu.gpu}
+
+
+def played(way: str, count: int, steps: int, under: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The same in a process of its own, under a command or alone."""
+    command = [*under, sys.executable, __file__, "--play", way, "--count", str(count), "--steps", str(steps)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    out: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    return out
+
+
+def predicted(steps: int) -> tuple[list[tuple[str, int, float | None]], float]:
+    """Way, count and saved share of the window, from a recording of the model as it is; the recorded time, ns.
+
+    The share is None where the recording does not show what the GPU did.
+    """
+    from kvprobe.account import account_of
+    from kvprobe.account.expert_gains import expert_gains
+    from kvprobe.recordings import open_recording
+    from kvprobe.recordings.experts import expert_uploads
+    from kvprobe.recordings.joined import Joined
+
+    with tempfile.TemporaryDirectory() as folder:
+        run = (sys.executable, "-m", "kvprobe", "run", "--no-stacks", "--report", "none", "-o", f"{folder}/run", "--")
+        took = played(AS_IT_IS, 0, steps, run)["took_ns"]
+        recording = open_recording(Path(folder) / "run")
+    (uploads,) = expert_uploads(recording)
+    gains = expert_gains(recording, account_of(Joined(recording)), uploads)
+    out: list[tuple[str, int, float | None]] = []
+    for way in (SLOTS, FIXED, PREFETCH):
+        mine = [one for one in gains.changes if one.what == way]
+        for one in mine[1:2] or mine:
+            out.append((way, one.count, None if one.saved_ns is None else one.saved_ns / gains.window_ns))
+    return out, took
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--play", help=argparse.SUPPRESS)
+    parser.add_argument("--count", type=int, default=0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.play:
+        print(json.dumps(play(options.play, options.count, options.steps)))
+        return 0
+    changes, recorded = predicted(options.steps)
+    ways = [(AS_IT_IS, 0), *((way, count) for way, count, _ in changes)]
+    times: dict[tuple[str, int], list[int]] = {one: [] for one in ways}
+    on_gpu = False
+    for _ in range(options.rounds):
+        for one in ways:
+            done = played(*one, options.steps)
+            times[one].append(done["took_ns"])
+            on_gpu = done["gpu"]
+    before = statistics.median(times[AS_IT_IS, 0])
+    print(f"as it is {before / 1e6:.1f} ms (recorded by kvprobe run: {recorded / 1e6:.1f})")
+    rows, wrong = [], 0
+    for way, count, saved in changes:
+        after = statistics.median(times[way, count])
+        measured = 1 - after / before
+        right = saved is not None and abs(saved - measured) <= BOUND * measured
+        wrong += not right
+        rows.append({"way": way, "count": count, "predicted": saved, "measured": measured, "after_ns": after})
+        said = "not known" if saved is None else f"{saved:.1%}, {saved / measured - 1:+.0%} beside it"
+        print(f"{way:9} {count or '':>5}  {after / 1e6:7.1f} ms: saves {measured:.1%} of the time, predicted {said}")
+    if options.json:
+        options.json.write_text(json.dumps({"as_it_is_ns": before, "recorded_ns": recorded, "changes": rows}) + "\n")
+    return int(on_gpu and wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
