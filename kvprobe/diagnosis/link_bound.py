@@ -42,7 +42,12 @@ FULL = 0.8  # of the link's rate, or of the time
 FEWER = Change(
     "Move fewer bytes: a smaller KV type (fp8), more reuse on the GPU, a larger GPU share for weights", "setting"
 )
-
+FEWER_STORES = Change(
+    "Move fewer bytes: a smaller KV type (fp8), or store only the blocks that are loaded again: `kvprobe size` says "
+    "how many are",
+    "setting",
+)
+RECOMPUTE = Change("Recompute short prefixes instead of loading them where that is faster")
 SPREAD = Change("Use a faster link, or spread the copies over the links of several GPUs", "setting")
 FASTER = Change("Use a faster link", "setting")
 FEWER_WEIGHTS = Change("Move fewer bytes: keep more of the weights on the GPU, or hold them in fewer bits", "setting")
@@ -137,7 +142,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         np.concatenate(losses),
         evidence=evidence,
         reason=_doubt(slow),
-        cure=(*_fewer(joined), FASTER if several else SPREAD),
+        cure=(*_fewer(joined, rows), FASTER if several else SPREAD),
     )
 
 
@@ -171,12 +176,13 @@ def _doubt(slow: float) -> str:
     )
 
 
-def _fewer(joined: JoinedRecording) -> tuple[Change, ...]:
-    """Fewer bytes: of weights, where another finding says that copies are of weights."""
+def _fewer(joined: JoinedRecording, rows: Array) -> tuple[Change, ...]:
+    """Fewer bytes of these copies: of weights, where another finding says that copies are of weights."""
     account = joined.account
     if any(account.claimed_ns(gpu, WEIGHTS, COPIES) for gpu in account.gpus):
         return (FEWER_WEIGHTS,)
-    return FEWER, Change("Recompute short prefixes instead of loading them where that is faster")
+    stores = joined.recording.executions["direction"][rows] == Direction.D2H
+    return (FEWER_STORES,) if stores.all() else (FEWER, RECOMPUTE)
 
 
 def _gpu(joined: JoinedRecording, rows: Array) -> str:

@@ -28,6 +28,7 @@ from kvprobe.account.stretches import NOBODY
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
 from kvprobe.diagnosis.joined import JoinedRecording, ms, of_the_time, share
 from kvprobe.diagnosis.left import most_left
+from kvprobe.diagnosis.link_bound import FEWER, FEWER_STORES
 from kvprobe.diagnosis.server_options import with_options
 from kvprobe.diagnosis.waited_copies import WaitedCopies, waited_copies
 from kvprobe.diagnosis.weights_not_overlapped import CAUSE as WEIGHTS
@@ -57,9 +58,6 @@ BEHIND = Change(
 ALONE = Change(
     "Let the copies inside the GPU run on a stream of their own while the model computes, or leave them out: let the "
     "next kernel read their source"
-)
-FEWER = Change(
-    "Move fewer bytes: a smaller KV type (fp8), more reuse on the GPU, a larger GPU share for weights", "setting"
 )
 FASTER = Change(
     "Reach the link's rate: pinned memory, larger or merged copies, one batch or one kernel for many blocks "
@@ -119,7 +117,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     hidden = gpu.ns(Line.COMPUTING) - _beside(joined, gpu) - promised  # what computes can hide only so much, once
     first = HELD if 2 * int(copies.held.sum()) > len(rows) else _ahead(joined)
     beside = _beside_compute(by_direction, waited.change(first), min(hidden / lost, 1.0) if lost else 1.0)
-    fewer = [FEWER]
+    fewer = [FEWER_STORES if [name for name, _ in by_direction] == [STORES] else FEWER]
     if promised:
         evidence.append(_no_more(promised))
         beside = [one for one in beside if (one.share or 0.0) >= HARDLY]
