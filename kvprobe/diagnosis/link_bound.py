@@ -31,6 +31,7 @@ from kvprobe.account import COPIES
 from kvprobe.account.stretches import NOBODY
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import DIRECTIONS, Array, JoinedRecording, ms, share
+from kvprobe.diagnosis.wasted_stores import no_addresses
 from kvprobe.diagnosis.weights_not_overlapped import CAUSE as WEIGHTS
 from kvprobe.recordings.intervals import Cover, distinct
 from kvprobe.recordings.link_rate import ASSUMED, FROM_COPIES, PCIE_5
@@ -46,6 +47,10 @@ FEWER_STORES = Change(
     "Move fewer bytes: a smaller KV type (fp8), or store only the blocks that are loaded again: `kvprobe size` says "
     "how many are",
     "setting",
+)
+REPEATED = Change(
+    "Record with `kvprobe run -- COMMAND` as well: it shows how many of these bytes were already where they went to, "
+    "which this recording does not tell"
 )
 RECOMPUTE = Change("Recompute short prefixes instead of loading them where that is faster")
 SPREAD = Change("Use a faster link, or spread the copies over the links of several GPUs", "setting")
@@ -142,7 +147,11 @@ def find(joined: JoinedRecording) -> Finding | None:
         np.concatenate(losses),
         evidence=evidence,
         reason=_doubt(slow),
-        cure=(*_fewer(joined, rows), FASTER if several else SPREAD),
+        cure=(
+            *_fewer(joined, rows),
+            FASTER if several else SPREAD,
+            *((REPEATED,) if no_addresses(joined) else ()),
+        ),
     )
 
 

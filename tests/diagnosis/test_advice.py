@@ -25,3 +25,9 @@ def test_where_all_copies_are_stores_nothing_is_said_of_loads(name: str) -> None
         if "fewer bytes" in change.text or "ecompute" in change.text
     ]
     assert fewer and all("store only the blocks that are loaded again" in text for text in fewer)
+
+
+def test_a_recorder_that_tells_no_addresses_leaves_repeated_bytes_to_run() -> None:
+    found = diagnose(open_recording(ACCOUNTS / "stores_of_a_prefill_hold_back_the_next_one.sqlite.gz"))
+    (link,) = (one for one in found if one.cause == "link_bound")
+    assert "kvprobe run" in link.cure[-1].text and "were already where they went to" in link.cure[-1].text
