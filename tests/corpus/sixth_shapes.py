@@ -8,7 +8,8 @@ Each measures its loss where it can, and fails on a GPU where that loss is below
 from __future__ import annotations
 
 import sixth_copies
+import sixth_host
 from registry import PROGRAMS, Program
 
-ROOMS = (sixth_copies,)
+ROOMS = (sixth_copies, sixth_host)
 SIXTH: dict[str, Program] = {name: one for name, one in PROGRAMS.items() if one.series == "sixth"}
