@@ -8,8 +8,9 @@ Each measures its loss where it can, and fails on a GPU where that loss is below
 from __future__ import annotations
 
 import sixth_copies
+import sixth_healthy
 import sixth_host
 from registry import PROGRAMS, Program
 
-ROOMS = (sixth_copies, sixth_host)
+ROOMS = (sixth_copies, sixth_host, sixth_healthy)
 SIXTH: dict[str, Program] = {name: one for name, one in PROGRAMS.items() if one.series == "sixth"}

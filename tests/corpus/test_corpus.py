@@ -136,6 +136,7 @@ def test_served_programs_say_their_truth_and_are_a_set_of_their_own():
 
 
 def test_sixth_programs_say_their_truth_and_are_a_set_of_their_own():
+    assert len(SIXTH) == 24 and sum(program.healthy for program in SIXTH.values()) == 8
     assert not SIXTH.keys() & (LATER.keys() | FRESH.keys() | BLIND.keys() | UNSEEN.keys() | SERVED.keys())
     assert {line for program in SIXTH.values() for line in (program.line, *program.or_lines)} <= set(LINES)
     assert all(program.why.endswith(".") and program.like for program in SIXTH.values())
