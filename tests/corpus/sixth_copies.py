@@ -94,7 +94,7 @@ def an_offload_by_a_stream_a_layer_joined_by_the_host(d: Device) -> Truth:
 @sixth(
     line=AT_LINK_RATE,
     or_lines=(BELOW_LINK_RATE,),
-    also=("weights_not_overlapped", "head_of_line_copies", "link_bound"),
+    also=("weights_not_overlapped", "head_of_line_copies", "link_bound", "unmerged_neighbours"),
     like=("redundant_loads", "small_copies", "synchronisation", "load_not_ordered"),
 )
 def layers_brought_in_the_reverse_of_their_order(d: Device) -> Truth:
@@ -125,7 +125,7 @@ def layers_brought_in_the_reverse_of_their_order(d: Device) -> Truth:
 @sixth(
     "redundant_loads",
     line=NOT_NEEDED,
-    also=("weights_not_overlapped", "link_bound"),
+    also=("weights_not_overlapped", "link_bound", "unmerged_neighbours"),
     like=("small_copies", "synchronisation", "load_not_ordered", "channels_exhausted"),
     blind=DEVICE,
 )
@@ -229,7 +229,7 @@ def beams_whose_blocks_are_copied_layer_by_layer_for_each_token(d: Device) -> Tr
 @sixth(
     "launch_queue_saturation",
     line=FULL_QUEUE,
-    also=("link_bound", "wasted_stores"),
+    also=("link_bound", "wasted_stores", "unmerged_neighbours"),
     like=("small_copies", "synchronisation", "pageable_memory", "python_or_gil_bound"),
 )
 def kv_written_through_faster_than_the_link_takes_it(d: Device) -> Truth:
@@ -268,7 +268,7 @@ def map_experts(d: Device) -> None:
     "pageable_memory",
     line=PAGEABLE,
     or_lines=(BELOW_LINK_RATE, WAITING),
-    also=("synchronisation", "gpu_starved", "python_or_gil_bound", "weights_not_overlapped"),
+    also=("synchronisation", "gpu_starved", "python_or_gil_bound", "weights_not_overlapped", "unmerged_neighbours"),
     like=("slow_tier", "redundant_loads", "small_copies", "allocation_on_hot_path"),
     prepare=map_experts,
 )

@@ -122,7 +122,7 @@ def small_blocks_promoted_by_a_thread_a_step_ahead(d: Device) -> Truth:
 @sixth(
     line=COMPUTING,
     like=("head_of_line_copies", "link_bound", "weights_not_overlapped", "load_not_ordered", "gpu_starved"),
-    also=("wasted_stores",),
+    also=("wasted_stores", "unmerged_neighbours"),
 )
 def a_burst_of_loads_that_joins_when_it_is_there(d: Device) -> Truth:
     """Each eighth step a prefix of twenty blocks is asked for; it joins at a later step, which finds it there."""
