@@ -60,8 +60,8 @@ class Program:
         or_lines: lines that a sound account may show as the largest instead, where the border is a matter of wording.
         prepare: done before the recording's window, where the recorder has one: imports, first calls.
         needs_gpu: the host runtime lacks what it uses.
-        series: which set of programs it belongs to; `fresh`, `blind`, `unseen` and `served` ones were written
-            without knowledge of the diagnosis.
+        series: which set of programs it belongs to; `fresh`, `blind`, `unseen`, `served` and `sixth` ones were
+            written without knowledge of the diagnosis.
         blind: recorders that cannot tell its line from others of the same kind (copies, host), nor its causes.
         undecided_in: recorders of which "undecided" is right, too.
     """
@@ -125,7 +125,17 @@ def unseen(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], C
 
 def served(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], Callable[[Device], Truth]]:
     """As `program`, for a program of the served set, which fails on a GPU where its own account is not plain."""
+    return _plainly("served", *causes, **what)
 
+
+def sixth(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], Callable[[Device], Truth]]:
+    """As `served`, for a program of the sixth set."""
+    return _plainly("sixth", *causes, **what)
+
+
+def _plainly(
+    series: str, *causes: str, **what: Any
+) -> Callable[[Callable[[Device], Truth]], Callable[[Device], Truth]]:
     def register(body: Callable[[Device], Truth]) -> Callable[[Device], Truth]:
         @functools.wraps(body)
         def told(d: Device) -> Truth:
@@ -134,7 +144,7 @@ def served(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], C
                 plain(d.spent.account(), what["line"], what.get("or_lines", ()))
             return truth
 
-        return program(*causes, series="served", **what)(told)
+        return program(*causes, series=series, **what)(told)
 
     return register
 

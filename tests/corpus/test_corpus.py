@@ -19,6 +19,7 @@ from later_shapes import LATER
 from programs import PROGRAMS
 from registry import LINES, plain
 from served_shapes import SERVED
+from sixth_shapes import SIXTH
 from unseen_shapes import UNSEEN
 
 from kvprobe.diagnosis import CAUSES, examine
@@ -134,10 +135,21 @@ def test_served_programs_say_their_truth_and_are_a_set_of_their_own():
     assert not [name for name, one in SERVED.items() if {*one.like} & {*one.causes, *one.also}]
 
 
-def test_served_programs_run_to_their_end_with_the_bytes_that_they_were_to_move():
+def test_sixth_programs_say_their_truth_and_are_a_set_of_their_own():
+    assert len(SIXTH) == 24 and sum(program.healthy for program in SIXTH.values()) == 8
+    assert not SIXTH.keys() & (LATER.keys() | FRESH.keys() | BLIND.keys() | UNSEEN.keys() | SERVED.keys())
+    assert {line for program in SIXTH.values() for line in (program.line, *program.or_lines)} <= set(LINES)
+    assert all(program.why.endswith(".") and program.like for program in SIXTH.values())
+    named = {cause for program in SIXTH.values() for cause in (*program.causes, *program.also, *program.like)}
+    assert named <= set(CAUSES)
+    assert not [name for name, one in SIXTH.items() if {*one.like} & {*one.causes, *one.also}]
+
+
+@pytest.mark.parametrize("programs", [SERVED, SIXTH], ids=["served", "sixth"])
+def test_programs_run_to_their_end_with_the_bytes_that_they_were_to_move(programs):
     """For a twentieth of their time, on the host runtime; programs check their bytes themselves."""
     build.build()
-    names = [name for name, one in SERVED.items() if not one.needs_gpu]
+    names = [name for name, one in programs.items() if not one.needs_gpu]
     body = (
         "import json, sys; import accounts; accounts.going.__defaults__ = (100_000_000,)\n"
         "import programs; from device import Device; d = Device()\n"
@@ -150,7 +162,7 @@ def test_served_programs_run_to_their_end_with_the_bytes_that_they_were_to_move(
     assert [one["program"] for one in said] == names
     for one in said:
         assert one["account"].get(one["line"], 0) > 0, one
-        assert {*one["lost_ns"]} == {*SERVED[one["program"]].causes}, one
+        assert {*one["lost_ns"]} == {*programs[one["program"]].causes}, one
 
 
 def test_a_served_program_whose_trouble_is_not_plain_is_refused():
