@@ -111,10 +111,10 @@ def played(way: str, count: int, steps: int, under: tuple[str, ...] = ()) -> dic
     return out
 
 
-def predicted(steps: int) -> tuple[list[tuple[str, int, float | None]], float]:
-    """Way, count and saved share of the window, from a recording of the model as it is; the recorded time, ns.
+def predicted(steps: int) -> tuple[list[tuple[str, int, int | None]], int]:
+    """Way, count and saved ns of the changes, from a recording of the model as it is; how long that took, ns.
 
-    The share is None where the recording does not show what the GPU did.
+    What is saved is None where the recording does not show what the GPU did.
     """
     from kvprobe.account import account_of
     from kvprobe.account.expert_gains import expert_gains
@@ -128,11 +128,11 @@ def predicted(steps: int) -> tuple[list[tuple[str, int, float | None]], float]:
         recording = open_recording(Path(folder) / "run")
     (uploads,) = expert_uploads(recording)
     gains = expert_gains(recording, account_of(Joined(recording)), uploads)
-    out: list[tuple[str, int, float | None]] = []
+    out: list[tuple[str, int, int | None]] = []
     for way in (SLOTS, FIXED, PREFETCH):
         mine = [one for one in gains.changes if one.what == way]
         for one in mine[1:2] or mine:
-            out.append((way, one.count, None if one.saved_ns is None else one.saved_ns / gains.window_ns))
+            out.append((way, one.count, one.saved_ns))
     return out, took
 
 
@@ -161,12 +161,11 @@ def main() -> int:
     rows, wrong = [], 0
     for way, count, saved in changes:
         after = statistics.median(times[way, count])
-        measured = 1 - after / before
-        right = saved is not None and abs(saved - measured) <= BOUND * measured
-        wrong += not right
-        rows.append({"way": way, "count": count, "predicted": saved, "measured": measured, "after_ns": after})
-        said = "not known" if saved is None else f"{saved:.1%}, {saved / measured - 1:+.0%} beside it"
-        print(f"{way:9} {count or '':>5}  {after / 1e6:7.1f} ms: saves {measured:.1%} of the time, predicted {said}")
+        measured = before - after
+        wrong += saved is None or abs(saved - measured) > BOUND * measured
+        rows.append({"way": way, "count": count, "predicted_ns": saved, "measured_ns": measured, "after_ns": after})
+        said = "not known" if saved is None else f"{saved / 1e6:.1f} ms, {saved / measured - 1:+.0%} beside it"
+        print(f"{way:9} {count or '':>5}  {after / 1e6:7.1f} ms: saves {measured / 1e6:.1f} ms, predicted {said}")
     if options.json:
         options.json.write_text(json.dumps({"as_it_is_ns": before, "recorded_ns": recorded, "changes": rows}) + "\n")
     return int(on_gpu and wrong > 0)

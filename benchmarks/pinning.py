@@ -4,7 +4,7 @@
 
 While memory is pinned another thread launches something small every 0.5 ms and waits for it: its longest step is what a
 model feels. The ways of one size take turns. `alloc` is one `cudaHostAlloc`, `pool` one registration of `PinnedPool`;
-`pieces` registers 128 MiB at a time; `pool-1` and `pool-8` make the pages with so many threads; `again` takes what a
+`pieces` registers 64 MiB at a time; `pool-1` and `pool-8` make the pages with so many threads; `again` takes what a
 pool has kept. After each, a copy of the whole goes to the GPU and back where that has room, and is compared.
 With `--device host` only the script itself is tried.
 
@@ -28,7 +28,7 @@ import kvprobe
 from kvprobe.cuda import Buffer, PinnedPool, Runtime
 
 GIB = 1 << 30
-PIECE = 128 << 20
+PIECE = 64 << 20
 SHARE, PIECES_MS, ONE_SHARE = 0.25, 10.0, 1 / 15
 
 
@@ -71,7 +71,7 @@ class Stepping:
 def same_bytes(runtime: Runtime, address: int, size: int) -> bool:
     """Whether the device gives back what it was given, from a page in each 64 MiB and from the last bytes.
 
-    In copies of 128 MiB: pieces are of that size.
+    In copies of 64 MiB: pieces are of that size.
     """
     for at in range(0, size, PIECE):
         part = min(PIECE, size - at)
