@@ -188,19 +188,32 @@ def diagnose(recording: Recording) -> Examination:
     return examine(recording)
 
 
-def examined(recording: Recording, window: ServingWindow) -> tuple[Examination, Occupancy]:
-    """What is wrong in a recording within a window, and how full its queues were; both are kept with the recording.
+def joined_within(recording: Recording, window: ServingWindow) -> JoinedRecording:
+    """A recording joined, with its account and how full its queues were within a window, which becomes its own.
 
-    The window becomes the recording's, and what cannot be shown becomes a note of it.
+    The two need nothing of one another: the queues are counted on a second core, as numpy works without Python's lock.
     """
+    from concurrent.futures import ThreadPoolExecutor
+
+    from kvprobe.diagnosis.joined import JoinedRecording
     from kvprobe.recordings.occupancy import occupancy
 
     recording.window = window
-    queues = occupancy(recording)
-    found = examine(recording, queues)
+    with ThreadPoolExecutor(1) as beside:
+        queues = beside.submit(occupancy, recording)
+        joined = JoinedRecording(recording)
+        joined.explainer  # noqa: B018 -- makes the account
+        joined.occupancy = queues.result()
+    return joined
+
+
+def examined(joined: JoinedRecording) -> Examination:
+    """What is wrong in a recording; what it cannot show becomes a note of it."""
+    recording = joined.recording
+    found = examine_joined(joined)
     recording.known_links = None  # as large as a third of the calls, and hardly ever asked for afterwards
     recording.notes += notes_of(found.not_looked_for)
-    return found, queues
+    return found
 
 
 def notes_of(not_looked_for: Sequence[NotLookedFor]) -> list[str]:

@@ -37,7 +37,7 @@ from kvprobe.diagnosis.finding import (
 from kvprobe.diagnosis.traced import longest
 from kvprobe.durations import time_text
 from kvprobe.launchqueue.constants import LEAST_NS, NOTABLE_NS, NOTABLE_SHARE
-from kvprobe.recordings.assemble import among, pairs, positions
+from kvprobe.recordings.assemble import among, pairs, positions, rows_of
 from kvprobe.recordings.intervals import Cover, distinct, group_starts, in_time
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.model import CallKind, Direction, Engine, Label, Memory, Recording
@@ -140,7 +140,8 @@ class JoinedRecording(Joined):
             self.occupancy = known
         super().__init__(recording)
         self.outside = ~self.serving.holds(self.process, self.start)
-        self.host = Ledger(np.where(self.nested | self.outside, 0, self.dur))
+        owned = ~(self.nested | self.outside)
+        self.host = Ledger(self.dur if owned.all() else np.where(owned, self.dur, 0))
 
     @cached_property
     def device(self) -> Ledger:
@@ -213,7 +214,7 @@ class JoinedRecording(Joined):
         known = self._launches
         if process not in known:
             mine = (self.kind == CallKind.LAUNCH) | (self.kind == CallKind.GRAPH)
-            known[process] = in_time(np.flatnonzero(mine & (self.process == process)).astype(np.int32), self.start)
+            known[process] = in_time(rows_of(mine & (self.process == process)), self.start)
         return known[process]
 
     def call_counts(self, kinds: Sequence[CallKind]) -> Array:

@@ -40,7 +40,8 @@ class Joined:
         self.recording = recording
         calls, executions = recording.calls, recording.executions
         self.start, self.end = calls["start_ns"], calls["end_ns"]
-        self.dur = np.maximum(self.end - self.start, 0)
+        self.dur = self.end - self.start
+        np.maximum(self.dur, 0, out=self.dur)
         self.process, self.thread = calls["process"], calls["thread"]
         self.kind, self.name, self.count = calls["kind"], calls["name"], calls["count"]
         self.src, self.dst = calls["src"], calls["dst"]

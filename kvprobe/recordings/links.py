@@ -97,13 +97,15 @@ def link(recording: Recording) -> None:
         if name in ("direction", "memory"):  # the call's own name may know better
             known = linked & (values != 0)
         column = columns[name]
-        columns[name] = np.where(known, values, column).astype(column.dtype, copy=False)
+        filled = values if known.all() else np.where(known, values, column)
+        columns[name] = filled.astype(column.dtype, copy=False)
 
     for name in ("stream", "direction", "memory"):
         fill(name, executions[name][at])
+    moves = executions["engine"][at] != Engine.KERNEL
     for name in ("bytes", "count"):
         if single:
-            fill(name, np.where(executions["engine"][at] != Engine.KERNEL, executions[name][at], 0))
+            fill(name, executions[name][at] * moves)
             continue
         total = np.zeros(calls.rows, dtype=np.int64)
         np.add.at(total, owner, np.where(executions["engine"][theirs] != Engine.KERNEL, executions[name][theirs], 0))

@@ -19,7 +19,17 @@ import numpy as np
 
 from kvprobe.errors import RecordingError
 from kvprobe.recordings import vocabulary as words
-from kvprobe.recordings.assemble import GrowingColumn, among, codes, join, match, narrowed, sorted_table, stream_rows
+from kvprobe.recordings.assemble import (
+    GrowingColumn,
+    among,
+    codes,
+    join,
+    match,
+    narrowed,
+    rows_in_time,
+    sorted_table,
+    stream_rows,
+)
 from kvprobe.recordings.links import link
 from kvprobe.recordings.model import Array, CallKind, Engine, Label, RangeStyle, Recording, Source, Table
 from kvprobe.recordings.trace_library import native_library
@@ -417,7 +427,7 @@ class _Builder:
         return recording
 
     def calls(self) -> Table:
-        raw = self.read_columns("CUPTI_ACTIVITY_KIND_RUNTIME")
+        raw = rows_in_time([self.read_columns("CUPTI_ACTIVITY_KIND_RUNTIME")], "start")
         distinct, inverse = codes(raw.pop("nameId"))
         found = self.export.strings(distinct.tolist())
         texts = [found.get(number, "") for number in distinct.tolist()]
@@ -438,7 +448,7 @@ class _Builder:
             "correlation": raw.pop("correlationId"),
             "result": narrowed(raw.pop("returnValue"), np.int32),
         }
-        return sorted_table("calls", columns)
+        return Table("calls", columns)
 
     def waits(self, recording: Recording) -> None:
         """Gives synchronising calls, waits and event records their stream, and events as `src`, where the export knows.
@@ -532,14 +542,12 @@ class _Builder:
             else:
                 part["name"] = np.full(rows, self.names.add("graph"), np.int32)
             parts.append(part)
-        columns: Columns = {}
-        for name in list(parts[0]) if parts else []:
-            columns[name] = join([part.pop(name) for part in parts])
+        columns = rows_in_time(parts, "start_ns")
         self.stream_info = self.read_columns("TARGET_INFO_CUDA_STREAM")
         if not columns:
             return Table("executions"), Table("streams")
         columns["stream"], found = stream_rows(columns["process"], columns["device"], columns.pop("handle"))
-        return sorted_table("executions", columns), self.streams(found)
+        return Table("executions", columns), self.streams(found)
 
     def _copy_names(self) -> Array:
         labels = {

@@ -19,7 +19,7 @@ import numpy as np
 from kvprobe.launchqueue.constants import ALIGNED_NS, BAND_SHARE, LEAST_BAND, LEAST_DEPTH, SHALLOW_SHARE
 from kvprobe.launchqueue.evidence import Labels, Plateau
 from kvprobe.launchqueue.judge import NOT_ASKED, STATES, conclude, overall
-from kvprobe.recordings.assemble import among, correlation_keys, pairs, quantile
+from kvprobe.recordings.assemble import among, correlation_keys, pairs, quantiles, rows_of
 from kvprobe.recordings.inferred import infer
 from kvprobe.recordings.intervals import distinct
 from kvprobe.recordings.links import links_of
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Occupancy", "StreamOccupancy", "depth_series", "group_ns", "innermost_range", "occupancy"]
 
 _NEVER = np.iinfo(np.int64).max
+_AT_ONCE = 1 << 18  # calls whose temporaries stay small
 
 
 @dataclass
@@ -189,26 +190,28 @@ def _weight(queue: StreamOccupancy) -> tuple[int, int]:
 def _queues(recording: Recording, by_channel: bool) -> Iterator[tuple[StreamOccupancy, StreamOccupancy | None]]:
     """Each queue by its submissions, and by its records of events as well where these are worth counting."""
     calls, streams = recording.calls, recording.streams
-    rows = np.flatnonzero(among(calls["kind"], SUBMITTING)).astype(np.int32)  # kept as long as the recording
+    rows = rows_of(among(calls["kind"], SUBMITTING))
     if not len(rows):
         return
-    start = calls["start_ns"][rows]
+    picked: Array | slice = rows if len(rows) < calls.rows else slice(None)  # of all, columns need no copy
+    start = calls["start_ns"][picked]
     if (start[1:] < start[:-1]).any():
-        rows = rows[np.argsort(start, kind="stable")]
+        picked = rows = rows[np.argsort(start, kind="stable")]
     del start
-    stream = _assume_streams(recording, rows)
-    done, began, orphans = _completions(recording, rows)
+    stream = _assume_streams(recording, picked)
+    done, began, orphans = _completions(recording, picked)
 
     queue_of = np.arange(max(streams.rows, 1) + 1, dtype=np.int32)  # the last entry is for stream -1
     if by_channel and streams.rows:
-        known = streams["channel"] >= 0
-        for row in np.flatnonzero(known):
+        told = streams["channel"] >= 0
+        for row in np.flatnonzero(told):
             same = (
-                known & (streams["device"] == streams["device"][row]) & (streams["channel"] == streams["channel"][row])
+                told & (streams["device"] == streams["device"][row]) & (streams["channel"] == streams["channel"][row])
             )
             same &= streams["process"] == streams["process"][row]
             queue_of[row] = np.flatnonzero(same)[0]
-    call_groups = _groups(np.where(stream >= 0, queue_of[stream], np.int32(-1)))
+    known = not by_channel and bool((stream >= 0).all())  # each stream is a queue of its own
+    call_groups = _groups(stream if known else np.where(stream >= 0, queue_of[stream], np.int32(-1)))
     del stream
     orphan_groups = _groups(queue_of[orphans[0]])
     nothing = np.zeros(0, dtype=np.int64)
@@ -253,7 +256,7 @@ def _among(recording: Recording, records: Array, given: _Submissions) -> _Submis
     return _Submissions(rows, done, began)
 
 
-def _completions(recording: Recording, rows: Array) -> tuple[Array, Array, tuple[Array, Array, Array]]:
+def _completions(recording: Recording, rows: Array | slice) -> tuple[Array, Array, tuple[Array, Array, Array]]:
     """When each of these submissions was done and began to run, and what no call of the recording submitted.
 
     Returns:
@@ -263,14 +266,15 @@ def _completions(recording: Recording, rows: Array) -> tuple[Array, Array, tuple
     executions = recording.executions
     nothing = np.zeros(0, dtype=np.int64)
     if not executions.rows:
-        never = np.full(len(rows), _NEVER, dtype=np.int64)
+        never = np.full(len(recording.calls["kind"][rows]), _NEVER, dtype=np.int64)
         return never, never.copy(), (nothing, nothing, nothing)
     links = links_of(recording)
-    ran = links.first[rows] >= 0
-    done, began = np.where(ran, links.done[rows], _NEVER), np.where(ran, links.began[rows], _NEVER)
+    ran, done, began = links.first[rows] >= 0, links.done[rows], links.began[rows]
+    if not ran.all():
+        done, began = np.where(ran, done, _NEVER), np.where(ran, began, _NEVER)
     start, end = executions["start_ns"], executions["end_ns"]
     ours = np.zeros(recording.calls.rows + 1, dtype=bool)  # the last entry is for those without a call
-    ours[rows] = True
+    ours[:-1][rows] = True
     loose = np.flatnonzero(~ours[links.call])
     # Those of one id count as one, those without an id one by one.
     keys = correlation_keys(executions["process"][loose], executions["correlation"][loose])
@@ -300,14 +304,15 @@ def _groups(keys: Array) -> dict[int, Array]:
     return dict(zip(found.tolist(), np.split(order, first[1:]), strict=False))  # of no keys there is one part, empty
 
 
-def _assume_streams(recording: Recording, rows: Array) -> Array:
+def _assume_streams(recording: Recording, rows: Array | slice) -> Array:
     """Streams of submissions; one that never executed in the recording goes where its thread last submitted."""
     calls = recording.calls
-    stream = np.array(calls["stream"][rows])
+    stream: Array = calls["stream"][rows]
     if not recording.has_executions or (stream >= 0).all():
         return stream
+    stream = stream.copy()
     owner = np.stack([calls["process"][rows].astype(np.int64), calls["thread"][rows]])
-    order = np.lexsort((np.arange(len(rows)), owner[1], owner[0]))
+    order = np.lexsort((np.arange(len(stream)), owner[1], owner[0]))
     same = np.r_[False, (owner[:, order][:, 1:] == owner[:, order][:, :-1]).all(axis=0)]
     group = np.cumsum(~same)
     for direction in (1, -1):
@@ -330,17 +335,18 @@ def _queue(
     executed = began != _NEVER
     # Streams run in order. A submission without an execution was done (or was nothing, like a memset of no bytes)
     # before anything submitted later ran; only those after the last executed one are still outstanding at the end.
-    last_executed = int(np.flatnonzero(executed)[-1]) if executed.any() else -1
-    counted = executed | (np.arange(len(rows)) > last_executed)
+    counted = executed.copy()
     if not recording.has_executions:
         counted[:] = True
+    elif len(counted) and not counted[-1]:
+        counted[len(rows) - (int(executed[::-1].argmax()) if executed.any() else len(rows)) :] = True
     # For the same reason an execution without a call was in flight at the beginning only if nothing that was
     # submitted in the recording ran before it.
     first_began = int(began.min()) if len(began) else _NEVER
     early = (orphan_start <= first_began) & (orphan_end > (start[0] if len(start) else 0))
-    ends = np.concatenate([done[counted & executed], orphan_end[early]])
+    ends = done if executed.all() and not early.any() else np.concatenate([done[executed], orphan_end[early]])
     if (ends[1:] < ends[:-1]).any():
-        ends.sort()
+        ends = np.sort(ends)
     depth = np.cumsum(counted, dtype=np.int32)
     depth += np.int32(early.sum())
     depth -= counted
@@ -405,8 +411,8 @@ def _infer(recording: Recording, queue: StreamOccupancy, duration: Array) -> Non
                 if len(sample)
                 else (every[: max(1, len(every) // 10)])
             )
-        queue.baseline_ns[name] = int(quantile(sample, 0.5))
-        floor[name] = quantile(sample, 0.95)
+        half, floor[name] = quantiles(sample, 0.5, 0.95)
+        queue.baseline_ns[name] = int(half)
     if deepest < LEAST_DEPTH:
         queue.conclusion = conclude(Plateau(deepest))
         return
@@ -562,20 +568,33 @@ def depth_series(recording: Recording, queue: StreamOccupancy) -> tuple[Array, A
     after = queue.depth + np.int32(1)
     if not len(ends):
         return start, after
-    # Where each comes in the merged order; an end at the time of a call is counted before it, as by the call's depth.
-    ended = np.searchsorted(ends, start, "right")
+    times, out = np.empty(len(start) + len(ends), np.int64), np.empty(len(start) + len(ends), np.int32)
+    first = int(np.searchsorted(ends, start[0], "right")) if len(start) else len(ends)
+    times[:first], out[:first] = ends[:first], np.maximum(queue.before - np.arange(1, first + 1), 0)
+    for begin in range(0, len(start), _AT_ONCE):  # calls, and what ends behind them until the next piece
+        behind = int(np.searchsorted(ends, start[begin + _AT_ONCE], "right")) if begin + _AT_ONCE < len(start) else None
+        piece, calls = ends[first:behind], slice(begin, begin + _AT_ONCE)
+        place = slice(begin + first, begin + first + len(start[calls]) + len(piece))
+        _merge(times[place], out[place], (start[calls], after[calls]), piece)
+        first += len(piece)
+    return times, out
+
+
+def _merge(times: Array, out: Array, calls: tuple[Array, Array], ends: Array) -> None:
+    """Fills in a piece of a series: its `calls`, as start and outstanding after each, and ends behind the first one.
+
+    An end at the time of a call is counted before it, as by the call's depth.
+    """
+    start, after = calls
+    ended = np.searchsorted(ends, start, "right")  # before each call
     at = ended + np.arange(len(start))
-    is_end = np.ones(len(start) + len(ends), dtype=bool)
+    is_end = np.ones(len(times), dtype=bool)
     is_end[at] = False
     behind = np.flatnonzero(is_end)
     gone = np.arange(1, len(ends) + 1)
     last = behind - gone  # the call before each end
-    level = np.where(last >= 0, after[last] - (gone - ended[last]), queue.before - gone).astype(np.int32)
-    np.maximum(level, 0, out=level)
-    times, out = np.empty(len(is_end), np.int64), np.empty(len(is_end), np.int32)
     times[at], out[at] = start, after
-    times[behind], out[behind] = ends, level
-    return times, out
+    times[behind], out[behind] = ends, np.maximum(after[last] - (gone - ended[last]), 0)
 
 
 def group_ns(values: Array, by: Array) -> dict[int, int]:
