@@ -98,6 +98,13 @@ def test_a_large_copy_is_tried_both_ways_part_by_part(
         assert f"pageable {kind}" in said, "decided within the first copy"
 
 
+def test_finding_out_whether_it_pays_takes_few_bytes_of_a_large_copy(
+    program: Path, libraries: Path, tmp_path: Path
+) -> None:
+    seen, _ = play(program, "large-counts", **watched(libraries, tmp_path))
+    assert seen == "20 MiB up, 20 MiB down\n0 wrong\n", "five samples of 4 MiB each go as they are"
+
+
 def test_a_part_that_fails_is_not_the_program_s(program: Path, libraries: Path, tmp_path: Path) -> None:
     given = {"KVHOST_PAGEABLE_GBPS": "2"}
     seen, _ = play(program, "large-fails", **watched(libraries, tmp_path, **given))
