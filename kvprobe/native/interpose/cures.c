@@ -540,7 +540,7 @@ static int in_parts(large_copy *c) {
         int able = has_events(c);
         enum kvp_way way = able > 0 ? way_of_part(c, at, asked) : KVP_AS_IT_IS;
         if (way == KVP_CURED && c->fresh && !asked++) ask_for_huge_pages(c->host + at, c->bytes - at);
-        int rest = able < 0 || c->account->state == KVP_LEFT || (at && !helpers_have_left(PART_NS));
+        int rest = able < 0 || c->account->state == KVP_LEFT || (way == KVP_CURED && !helpers_have_left(PART_NS));
         if (!kvp_watch.cures || !(bytes = rest ? rest_as_it_is(c, at) : part_of(c, at, way))) return 0;
         staged |= !rest && way == KVP_CURED;
     }
@@ -584,7 +584,8 @@ static int try_copy(kvp_watched *watched, uint64_t dst, uint64_t src, size_t byt
         return 0;
     }
     int made = 0;
-    if (kvp_watch.cures && (!load || nothing_in_front(watched, class, events, stream)) && helpers_have_left(200000)) {
+    if (kvp_watch.cures && (!load || nothing_in_front(watched, class, events, stream)) &&
+        (class >= LARGE_CLASS || helpers_have_left(200000))) {
         if (class >= LARGE_CLASS)
             made = in_parts(&(large_copy){account, events, id, device, (uint8_t *)(uintptr_t)(load ? src : dst), bytes,
                                           stream, load, to_end, fresh});
