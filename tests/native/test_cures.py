@@ -98,6 +98,19 @@ def test_a_large_copy_is_tried_both_ways_part_by_part(
         assert f"pageable {kind}" in said, "decided within the first copy"
 
 
+def test_finding_out_whether_it_pays_takes_few_bytes_of_a_large_copy(
+    program: Path, libraries: Path, tmp_path: Path
+) -> None:
+    # a machine without a processor to spare may take too long for a part, whose rest then goes as it is, too
+    tries = (play(program, "large-counts", **watched(libraries, tmp_path))[0] for _ in range(5))
+    assert "20 MiB up, 20 MiB down\n0 wrong\n" in tries, "five samples of 4 MiB each go as they are"
+
+
+def test_a_first_large_copy_goes_on_while_its_slots_are_made(program: Path, libraries: Path, tmp_path: Path) -> None:
+    tries = (play(program, "large-at-once", **watched(libraries, tmp_path))[0] for _ in range(10))
+    assert "at once\n0 wrong\n" in tries, "a busy machine may pin them before the copy gets a processor again"
+
+
 def test_a_part_that_fails_is_not_the_program_s(program: Path, libraries: Path, tmp_path: Path) -> None:
     given = {"KVHOST_PAGEABLE_GBPS": "2"}
     seen, _ = play(program, "large-fails", **watched(libraries, tmp_path, **given))

@@ -26,7 +26,10 @@ static kvhost_trace_record *at(uint64_t index, uint32_t of_epoch) {
     return index && of_epoch == epoch && index <= used ? &records[index - 1] : NULL;
 }
 
-static bool is_query(uint16_t api) { return api == API_cudaEventQuery || api == API_cudaStreamQuery; }
+static bool is_query(uint16_t api) {
+    return api == API_cudaEventQuery || api == API_cudaStreamQuery || api == API_cuEventQuery ||
+           api == API_cuStreamQuery;
+}
 
 void kvh_trace_begin(call *c, uint64_t stream_handle) {
     if (is_query(c->api)) {

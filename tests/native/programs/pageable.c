@@ -348,6 +348,55 @@ static void large_by(int by_driver) {
 static void large(void) { large_by(0); }
 static void large_driver(void) { large_by(1); }
 
+/* Of one large copy up, and of one down to memory without pages: the bytes of the first five parts that the driver
+ * copies by itself. The slots are there before. */
+static void large_counts(void) {
+    enum { LARGE = 372 * MIB, ENTRIES = 4096 };
+    static kvhost_trace_record calls[ENTRIES];
+    kvhost_stats stats = {0};
+    uint64_t bytes[2] = {0, 0}, parts[2] = {0, 0};
+    uint8_t *there, *at = malloc(LARGE), *small = malloc(MIB);
+    check(cudaMalloc((void **)&there, LARGE));
+    memset(at, 7, LARGE);
+    while (stats.pinned_bytes < 32 * MIB && now() < until) {
+        check(cudaMemcpyAsync(device, small, MIB, 1, stream));
+        kvhostStats(&stats);
+        usleep(1000);
+    }
+    usleep(20000); /* for the events, which are made after them */
+    check(kvhostTraceStart(ENTRIES));
+    check(cudaMemcpy(there, at, LARGE, 1));
+    uint8_t *back = mmap(NULL, LARGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    check(cudaMemcpy(back, there, LARGE, 2));
+    check(kvhostTraceStop());
+    uint64_t count = kvhostTraceRead(calls, 0, ENTRIES);
+    for (uint64_t i = 0; i < count; i++) {
+        int down = calls[i].direction == KVP_D2H;
+        if (calls[i].memory == KVP_MEM_PAGEABLE && parts[down]++ < 5) bytes[down] += calls[i].bytes;
+    }
+    wrong += memcmp(at, back, LARGE) != 0;
+    printf("%d MiB up, %d MiB down\n", (int)(bytes[0] / MIB), (int)(bytes[1] / MIB));
+}
+
+/* The process's first copy: whether some of it was on its way before the slots were pinned. */
+static void large_at_once(void) {
+    enum { LARGE = 96 * MIB, ENTRIES = 4096 };
+    static kvhost_trace_record calls[ENTRIES];
+    uint8_t *there, *at = malloc(LARGE);
+    check(cudaMalloc((void **)&there, LARGE));
+    memset(at, 7, LARGE);
+    check(kvhostTraceStart(ENTRIES));
+    check(cudaMemcpy(there, at, LARGE, 1));
+    check(kvhostTraceStop());
+    uint64_t count = kvhostTraceRead(calls, 0, ENTRIES), copied = count, pinned = count;
+    while (count--) {
+        if (calls[count].memory == KVP_MEM_PAGEABLE) copied = count;
+        if (!strcmp(kvhostCallName(calls[count].api), "cuMemHostRegister_v2")) pinned = count;
+    }
+    wrong += memcmp(at, there, LARGE) != 0; /* the host runtime's device memory can be read */
+    printf("%s\n", copied < pinned ? "at once" : "pinned first");
+}
+
 /* A part of a load fails, as it is or staged, and a part of a store. */
 static void large_fails(void) {
     check(kvhostFailCall("cuMemcpyHtoDAsync_v2", 50, 999));
@@ -622,6 +671,8 @@ int main(int argc, char **argv) {
                  {"large", large},
                  {"large-driver", large_driver},
                  {"large-refusals", large_refusals},
+                 {"large-counts", large_counts},
+                 {"large-at-once", large_at_once},
                  {"large-fails", large_fails}};
     until = now() + (argc > 2 ? atof(argv[2]) : 60);
     prepare();
