@@ -207,8 +207,8 @@ void kvp_retire(kvp_submitter *s, int d, uint64_t now) {
         }
         if (m->cells) kvp_cells_retire(s, d, m, end);
         start_of(m, &dir->line, dir->flying, start, end);
-        if (dir->first && dir->first->begun && !dir->first->status.copy_start_ns)
-            dir->first->status.copy_start_ns = start;
+        if (dir->first && dir->first->sequence <= m->begun && !dir->first->status.copy_start_ns)
+            dir->first->status.copy_start_ns = start; /* not wholly submitted yet */
         dir->listed -= m->entries;
         atomic_fetch_sub(&dir->places, m->places);
         atomic_fetch_sub(&dir->bytes, m->bytes);
