@@ -521,3 +521,14 @@ def test_a_transfer_begins_on_the_device_when_its_own_first_copy_does(bench):
         assert min(load.calls for load in loads) > 1
     early = [before[1] - after[0] for before, after in itertools.pairwise(spans) if after[0] < before[1]]
     assert not early, f"so many ns before the copies in front of them had ended: {early}"
+
+
+def test_a_short_rest_of_a_transfer_is_no_launch_of_its_own(bench):
+    """At 30 GB/s a launch has 36 MB; transfers of 40 MiB."""
+    rate = {"h2d_bytes_per_s": 30e9 / 0.9}
+    b = bench(layers=5, blocks=128, gpu_bytes=65536, cpu_bytes=65536, depth=1024, virtual_clock=1, **rate)
+    draw = np.random.default_rng(1)
+    with b.engine(policy="pooled", method="kernel") as engine:
+        loads = [engine.load(draw.permutation(128), draw.permutation(128)) for _ in range(12)]
+        loads[-1].wait()
+        assert [load.calls for load in loads[4:]] == [1] * 8
