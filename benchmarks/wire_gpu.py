@@ -53,7 +53,7 @@ class Shape:
     """How the kernels are cut.
 
     Attributes:
-        load: threads of a team, teams, stages, vectors of 16 bytes that a thread has in hand.
+        load: threads of a team that decode, teams, stages, vectors of 16 bytes that a thread has in hand.
         store: threads of a team, teams, stages, cells, vectors of 16 bytes that a thread has in hand.
     """
 
@@ -74,12 +74,12 @@ class Shape:
             parts = (stages + cells) * (stage + job + 8) + 3 * 4 * 136 + CELL // 8 + team // 4 + 8
         else:
             team, teams, stages, _ = self.load
-            parts = stages * (stage + job + 8) + team // 2 + 8
+            parts = stages * (stage + job + 2 * 8 + team // 4 + 4)
         return -(-parts // 128) * 128 * teams
 
     def threads(self, store: bool) -> int:
         """Of a CTA."""
-        return self.store[0] * self.store[1] if store else self.load[0] * self.load[1]
+        return self.store[0] * self.store[1] if store else (self.load[0] + 32) * self.load[1]
 
     def name(self, store: bool) -> str:
         """Of one direction."""

@@ -41,7 +41,7 @@ BULK_WARPS, REGISTER_WARPS = 8, 16
 BULK_RING_BYTES = 16384  # of a warp, beside RING_HEADER of copy_methods.c
 RING_HEADER_BYTES = 512
 BULK, REGISTERS, CODED = 1, 2, 3  # kvp_copy_kernel.kind
-CODED_THREADS = 512  # of a CTA: its teams, as coded.cu has them
+CODED_LOAD_THREADS, CODED_STORE_THREADS = 640, 512  # of a CTA: its teams, as coded.cu has them
 CODED_LOAD_BYTES, CODED_STORE_BYTES = 199680, 214016  # its shared memory: four kvp_load_team, four kvp_store_team
 
 UNPACK_THREADS, UNPACK_BYTES, UNPACK_CTAS = 128, 48, 128  # kvp_unpack_team; the CTAs: about as many as multiprocessors
@@ -183,8 +183,8 @@ def _coded(
     except _Unavailable:  # copies as they are do without
         return None, None
     return (
-        CopyKernel(load, CODED_THREADS, CODED_LOAD_BYTES, MAX_CTAS, CODED),
-        CopyKernel(store, CODED_THREADS, CODED_STORE_BYTES, MAX_CTAS, CODED),
+        CopyKernel(load, CODED_LOAD_THREADS, CODED_LOAD_BYTES, MAX_CTAS, CODED),
+        CopyKernel(store, CODED_STORE_THREADS, CODED_STORE_BYTES, MAX_CTAS, CODED),
     ), CopyKernel(unpack, UNPACK_THREADS, UNPACK_BYTES, UNPACK_CTAS, CODED)
 
 

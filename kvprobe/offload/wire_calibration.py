@@ -32,10 +32,11 @@ __all__ = ["default", "known", "measure", "slower", "table_of"]
 
 log = logging.getLogger("kvprobe")
 
-FORMAT = "kvprobe-wire 1"
+FORMAT = "kvprobe-wire 2"
 CTAS = (1, 2, 4, 8, 16)
 MEASURED = (4096, 8192, 16384, 32768, 65536, 262144, 1 << 20, 4 << 20)  # bytes of a block
 POOL, LAUNCH, LAUNCHES, ROUNDS = 256 << 20, 32 << 20, 3, 3  # bytes; bytes; behind one another; of which the best counts
+LEVEL = 1 << 20  # bytes of a block up to which the rate only rises (reports/h100-wire.txt)
 TILE, CHANNELS, DEVIATION = 16 << 20, 128, 0.02
 PAYS = 1.03  # times as fast as copies as they are, at least
 PIECE = 16384  # KVP_WIRE_CELL
@@ -55,7 +56,10 @@ READ_CTA_BYTES, READ_THREADS = 16384, 256  # of kvp_read
 _LAUNCH = ct.CFUNCTYPE(ct.c_int, ct.c_void_p, *[ct.c_uint] * 7, ct.c_void_p, ct.c_void_p, ct.c_void_p)
 _ENTRY = np.dtype([("dst", "u8"), ("src", "u8"), ("note", "u8")])  # kvp_wire_entry
 _WORK = np.dtype(  # kvp_wire_work
-    [("list", "u8"), ("count", "u4"), ("raw", "u4"), ("type", "u4"), ("check", "u4"), ("pace", "u4"), ("zero", "u4")]
+    [
+        *(("list", "u8"), ("count", "u4"), ("raw", "u4"), ("type", "u4"), ("check", "u4"), ("pace", "u4")),
+        *(("room", "u4"), ("tails", "u8")),
+    ]
 )
 _KERNEL = METHOD_NAMES.index("kernel")
 
@@ -109,7 +113,7 @@ class _Bench:
         for kind, (dst, src) in {"h2d": (gpu, cpu), "d2h": (cpu, gpu)}.items():
             entries = np.frombuffer(self.entries[kind].view(), _ENTRY)[:count]
             entries["dst"], entries["src"], entries["note"] = dst, src, notes
-            self.work[kind] = np.array([(self.entries[kind].address, count, size, 1, 0, 0, 0)], _WORK)
+            self.work[kind] = np.array([(self.entries[kind].address, count, size, 1, 0, 0, 0, 0)], _WORK)
             self.copies[kind] = columns(dst, src, size)
         return count
 
@@ -183,7 +187,8 @@ def measure(runtime: Runtime, methods: Methods) -> dict[str, Any]:
                 result["raw"].setdefault(kind, []).append([*plain, *way])
         for (kind, ctas), measured in took.items():
             fixed, each = zip(*measured, strict=True)
-            result["rows"].append({"direction": kind, "ctas": ctas, "fixed_ns": fixed, "copy_ns": each})
+            result["rows"].append({"direction": kind, "ctas": ctas, "fixed_ns": fixed, "copy_ns": list(each)})
+        _without_others(result)
         _add_price(bench, result)
     finally:
         runtime.synchronize()
@@ -201,6 +206,27 @@ def _in_turns(bench: _Bench, ways: dict[Any, Any], count: int) -> dict[Any, tupl
     each = {way: (min(many[way]) - one[way]) / ((LAUNCHES - 1) * count) for way in ways}
     each = {way: max(ns, one[way] / count / 2) for way, ns in each.items()}  # of a machine that was busy just then
     return {way: (max(one[way] - each[way] * count, 0.0), each[way]) for way in ways}
+
+
+def _without_others(result: dict[str, Any]) -> None:
+    """Of blocks up to `LEVEL`: larger ones are never slower a byte, coded or not, nor are more CTAs than fewer.
+
+    Where a figure says so, something else used the link just then, and the chooser would take too few CTAs for that
+    size alone, for as long as the measurement is kept.
+    """
+    sizes = [size for size in result["sizes"] if size <= LEVEL]
+    for plain in result["raw"].values():
+        for i in range(1, len(sizes)):
+            plain[i][1] = min(plain[i][1], plain[i - 1][1] * sizes[i] / sizes[i - 1])
+    fewer: dict[str, list[float]] = {}
+    for row in sorted(result["rows"], key=lambda row: row["ctas"]):
+        each = row["copy_ns"]
+        for i in range(len(sizes)):
+            if i:
+                each[i] = min(each[i], each[i - 1] * sizes[i] / sizes[i - 1])
+            if row["direction"] in fewer:
+                each[i] = min(each[i], fewer[row["direction"]][i])
+        fewer[row["direction"]] = each
 
 
 def _raw_way(table: MethodTable, kind: str, size: int) -> tuple[str, int]:

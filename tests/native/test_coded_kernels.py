@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kvprobe.cuda import Runtime, find_runtime
-from kvprobe.cuda.kernels import CODED_LOAD_BYTES, CODED_STORE_BYTES, CODED_THREADS
+from kvprobe.cuda.kernels import CODED_LOAD_BYTES, CODED_LOAD_THREADS, CODED_STORE_BYTES, CODED_STORE_THREADS
 from kvprobe.offload.wire import predict
 
 BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "wire_gpu.py"
@@ -42,7 +42,7 @@ def bench() -> ModuleType:
 def test_what_the_kernels_are_launched_with_is_what_their_source_says(bench: ModuleType) -> None:
     shape = bench.DEFAULT  # Fibers compares the sizes of its shared memory with the source's
     assert (shape.shared(store=False), shape.shared(store=True)) == (CODED_LOAD_BYTES, CODED_STORE_BYTES)
-    assert shape.threads(store=False) == shape.threads(store=True) == CODED_THREADS
+    assert (shape.threads(store=False), shape.threads(store=True)) == (CODED_LOAD_THREADS, CODED_STORE_THREADS)
 
 
 def test_every_block_comes_back_and_the_cpu_reads_every_cell(bench: ModuleType, host_runtime: Runtime) -> None:

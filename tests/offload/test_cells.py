@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kvprobe.cuda import Region, device_region, host_region
+from kvprobe.cuda.copies import METHOD_NAMES, PinnedList, columns, submit_copies
 from kvprobe.cuda.hostruntime import HostRuntime
 from kvprobe.errors import TransferError, UsageError
 from kvprobe.launchqueue import QueueLimits
@@ -233,6 +234,35 @@ def test_stores_into_cells_are_paced_while_compute_is_seen_and_never_loads(pools
         quiet, beside = took(engine.store, 0), took(engine.store, 1_000_000)
         assert beside > 5 * quiet
         assert took(engine.load, 1_000_000) < 5 * quiet
+
+
+def test_loads_have_as_many_ctas_as_before_once_nobody_else_uses_the_link(pools: Make) -> None:
+    """Somebody's copies take turns with theirs for a while, which makes them slow, whatever their CTAs are."""
+    p = pools(blocks=512, gpu_bytes=65536)
+    methods, stream = copier_for(p.runtime), p.runtime.stream_create()
+    other = device_region(p.runtime, 8 << 20), host_region(p.runtime, 8 << 20), PinnedList(p.runtime, 1)
+    theirs = columns([other[0].address], other[1].address, 8 << 20)
+    ids, kernel = np.random.default_rng(1).permutation(512), METHOD_NAMES.index("kernel")
+    with p.engine() as engine:
+        p.fill("bf16")
+        engine.store(ids, ids).wait()
+
+        def ctas(others: int) -> float:
+            before = engine.read()
+            for _ in range(others):
+                submit_copies(p.runtime, methods.native, "kernel", "h2d", theirs, stream, ctas=4, pinned=other[2])
+            engine.load(ids, ids).wait()
+            after = engine.read()
+            p.runtime.stream_synchronize(stream)
+            return (after.cta_bytes[0] - before.cta_bytes[0]) / (after.bytes[0][kernel] - before.bytes[0][kernel])
+
+        assert ctas(0) == 4
+        for _ in range(4):
+            ctas(16)
+        assert [ctas(0) for _ in range(3)] == [4, 4, 4]
+    for region in other[:2]:
+        region.owner.close()
+    other[2].close()
 
 
 # -- which wire -------------------------------------------------------------------------------------------------------

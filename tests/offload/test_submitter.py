@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes as ct
 import dataclasses
+import itertools
 import os
 import signal
 from pathlib import Path
@@ -507,3 +508,27 @@ def test_no_bound_of_an_earlier_request_keeps_neighbours_apart(made):
         one = submitter.submit(copies(b, "load", run, Bounds([at - BLOCK])), "load")
         one.wait()
         assert one.calls == 1
+
+
+def test_a_transfer_begins_on_the_device_when_its_own_first_copy_does(bench):
+    """Each takes several launches, of which the first waits behind those of the one before."""
+    b = bench(layers=8, blocks=256, gpu_bytes=65536, cpu_bytes=65536, depth=1024, virtual_clock=1)
+    draw = np.random.default_rng(1)
+    with b.engine(policy="pooled", method="kernel") as engine:
+        loads = [engine.load(draw.permutation(256), draw.permutation(256)) for _ in range(6)]
+        loads[-1].wait()
+        spans = [(load.copy_start_ns, load.copy_end_ns) for load in loads]
+        assert min(load.calls for load in loads) > 1
+    early = [before[1] - after[0] for before, after in itertools.pairwise(spans) if after[0] < before[1]]
+    assert not early, f"so many ns before the copies in front of them had ended: {early}"
+
+
+def test_a_short_rest_of_a_transfer_is_no_launch_of_its_own(bench):
+    """At 30 GB/s a launch has 36 MB; transfers of 40 MiB."""
+    rate = {"h2d_bytes_per_s": 30e9 / 0.9}
+    b = bench(layers=5, blocks=128, gpu_bytes=65536, cpu_bytes=65536, depth=1024, virtual_clock=1, **rate)
+    draw = np.random.default_rng(1)
+    with b.engine(policy="pooled", method="kernel") as engine:
+        loads = [engine.load(draw.permutation(128), draw.permutation(128)) for _ in range(12)]
+        loads[-1].wait()
+        assert [load.calls for load in loads[4:]] == [1] * 8

@@ -59,3 +59,47 @@ def test_a_measurement_has_every_way_and_leaves_the_cells_whole(monkeypatch: pyt
     assert {kind: len(each) for kind, each in result["raw"].items()} == {"h2d": 2, "d2h": 2}
     for what in ("coded", "raw"):
         assert wire_calibration.table_of(result, what, 0.03).rows[1] == (5 if what == "coded" else 1)
+
+
+@pytest.mark.parametrize("kind", ["h2d", "d2h"])
+def test_who_else_used_the_link_meanwhile_does_not_decide_how_many_ctas_a_size_takes(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """One size is measured while half of the link is gone, and takes as many CTAs as its neighbours all the same."""
+    busy, sizes = 32768, (8192, 16384, 32768, 65536)
+    known = wire_calibration.default()
+    rates = {
+        row["ctas"]: dict(zip(known["sizes"], row["copy_ns"], strict=True))
+        for row in known["rows"]
+        if row["direction"] == kind
+    }
+
+    def in_turns(bench: Any, ways: dict[Any, Any], count: int) -> dict[Any, tuple[float, float]]:
+        size = bench.size
+        quiet = {ctas: rates[ctas][size] if ctas else size / 50 for ctas in ways}
+        return {ctas: (8000.0, max(ns, size / 27) if size == busy else ns) for ctas, ns in quiet.items()}
+
+    def price(bench: Any, result: dict[str, Any]) -> None:
+        for row in result["rows"]:
+            row["slowdown"] = wire_calibration.SLOWDOWN[row["ctas"]]
+
+    lay = wire_calibration._Bench.lay
+
+    def noted(bench: Any, size: int) -> int:
+        bench.size = size
+        return lay(bench, size)
+
+    monkeypatch.setattr(wire_calibration, "_in_turns", in_turns)
+    monkeypatch.setattr(wire_calibration, "_add_price", price)
+    monkeypatch.setattr(wire_calibration._Bench, "lay", noted)
+    for name, value in {"POOL": 2 << 20, "LAUNCH": 1 << 19, "TILE": 1 << 19, "MEASURED": sizes, "MANY": 128}.items():
+        monkeypatch.setattr(wire_calibration, name, value)
+    runtime = host_runtime()
+    result = wire_calibration.measure(runtime, copier_for(runtime))
+    table = wire_calibration.table_of(result, "coded", 0.03)
+    side = kind == "d2h"
+    taken = [
+        table.row[side][core().kvp_choose_row(ct.byref(table), 1 << 2, None, -1, 1 + side, size, 128)].ctas
+        for size in sizes[1:]
+    ]
+    assert taken == [4, 4, 4], f"CTAs by size: {dict(zip(sizes[1:], taken, strict=True))}"

@@ -11,7 +11,9 @@
 // and fewer; where nothing is to be coded or summed, one warp of a team moves pieces through all of its memory.
 //
 // Load: bulk copies bring the cells' bytes, as many as their notes say, into a ring of stages; the team decodes a stage
-// straight into the block. A piece that lies there as it is, and has no checksum, goes on by bulk copy.
+// straight into the block. A piece that lies there as it is, and has no checksum, goes on by bulk copy. A warp more in
+// each team, the feeder, reads the list, starts what comes into a stage once the team is done with it, and compares
+// checksums: where one of the warps that decode did so, the others waited for it.
 //
 // Eight values are coded or decoded at a time, without a branch, by permuting bytes: the codes of four values are the
 // selectors of a permutation of the eight upper bytes that have one. The few escapes are seen to afterwards. Addresses
@@ -24,7 +26,7 @@ typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
 
-#ifndef KVP_LOAD_TEAM // threads of a team; kvprobe/cuda/kernels.py knows these figures
+#ifndef KVP_LOAD_TEAM // threads of a team that decode; kvprobe/cuda/kernels.py knows these figures
 #define KVP_LOAD_TEAM 128 // the best of eight ways to cut it on an H100: reports/h100-wire.txt
 #define KVP_LOAD_TEAMS 4
 #define KVP_LOAD_STAGES 3
@@ -181,7 +183,7 @@ template <bool LOAD> struct kvp_cell_feed {
     // False: there are none.
     __device__ __forceinline__ bool open(const kvp_wire_work &w, u32 team, u32 id) {
         units = kvp_wire_cells(w.raw_bytes);
-        u32 teams = gridDim.x * (blockDim.x / team), number = id * gridDim.x + blockIdx.x;
+        u32 teams = gridDim.x * (blockDim.x / (LOAD ? team + 32 : team)), number = id * gridDim.x + blockIdx.x;
         u64 total = (u64)w.count * units;
         first = total * number / teams;
         mine = (u32)(total * (number + 1) / teams - first);
@@ -629,9 +631,9 @@ extern "C" __global__ void __launch_bounds__(KVP_STORE_TEAM *KVP_STORE_TEAMS, 1)
 struct alignas(128) kvp_load_team {
     u8 stage[KVP_LOAD_STAGES][KVP_STAGE];
     kvp_cell_job job[KVP_LOAD_STAGES];
-    u64 gate[KVP_LOAD_STAGES];
-    u64 sums[2][KVP_LOAD_TEAM / 32];
-    u32 refused[2];
+    u64 gate[KVP_LOAD_STAGES], done[KVP_LOAD_STAGES]; // the bytes have come; nobody reads them any more
+    u64 sums[KVP_LOAD_STAGES][KVP_LOAD_TEAM / 32];
+    u32 refused[KVP_LOAD_STAGES];
 };
 
 // Eight values at once; those that are escapes have a wrong upper byte.
@@ -758,7 +760,7 @@ struct kvp_escape {
     }
 };
 
-// One thread of a team that loads. Its first warp reads the list and starts what comes into the stages.
+// One thread of a team that loads; the last warp is the feeder.
 struct kvp_loading {
     static constexpr u32 TEAM = KVP_LOAD_TEAM, WARPS = TEAM / 32, STAGES = KVP_LOAD_STAGES;
     kvp_load_team &t;
@@ -768,7 +770,7 @@ struct kvp_loading {
 
     // Writes the block of a stage but for `escape`; what stands in its way. What the threads add to the checksum is in
     // shared memory after the next wait.
-    __device__ __forceinline__ u32 decode(const kvp_cell_job &job, const u8 *stage, u32 turn, kvp_escape &escape) {
+    __device__ __forceinline__ u32 decode(const kvp_cell_job &job, const u8 *stage, u32 s, kvp_escape &escape) {
         u32 refusal = KVP_WIRE_WHOLE, raw = job.raw;
         u64 sum = 0, to = job.block;
         if (!job.bytes)
@@ -778,7 +780,7 @@ struct kvp_loading {
         else
             refusal = kvp_refusal_of(stage, job.bytes, raw, job.checksum);
         if (!refusal && job.bytes < raw) {
-            u32 count = ((const kvp_wire_header *)stage)->escapes, *refused = &t.refused[turn];
+            u32 count = ((const kvp_wire_header *)stage)->escapes, *refused = &t.refused[s];
             sum = kvp_decode_stage(stage, to, raw, thread);
             if (count > TEAM) wait(); // more than are held until the others have written
             for (u32 i = thread + TEAM; i < count; i += TEAM) {
@@ -790,41 +792,55 @@ struct kvp_loading {
         }
         if (job.summed) {
             sum = kvp_sum_of_warp(sum);
-            if (lane == 0) t.sums[turn][warp] = sum;
+            if (lane == 0) t.sums[s][warp] = sum;
         }
         return refusal;
     }
 
-    // By one thread: whether what came out is what went in.
-    __device__ __forceinline__ u32 compare(u32 raw, u64 checksum, u32 turn) {
-        u32 refusal = t.refused[turn];
-        t.refused[turn] = 0;
-        u64 sum = kvp_wire_seed(raw);
-        for (u32 i = 0; i < WARPS; i++) sum += t.sums[turn][i];
-        return refusal ? refusal : sum == checksum ? KVP_WIRE_WHOLE : KVP_WIRE_CHECKSUM;
+    // By one thread of the feeder: tells of a stage that does not hold its block.
+    __device__ __forceinline__ void judge(const kvp_cell_job &job, u32 s) {
+        u32 refusal = t.refused[s];
+        t.refused[s] = KVP_WIRE_WHOLE;
+        if (!refusal && job.summed) {
+            u64 sum = kvp_wire_seed(job.raw);
+            for (u32 i = 0; i < WARPS; i++) sum += t.sums[s][i];
+            refusal = sum == job.checksum ? KVP_WIRE_WHOLE : KVP_WIRE_CHECKSUM;
+        }
+        if (refusal && job.note >= KVP_REFUSED) *(volatile u64 *)(job.entry + 16) = refusal;
+    }
+
+    __device__ __forceinline__ void feed(const kvp_wire_work &w, kvp_cell_feed<true> &cells) {
+        cells.begin(w, lane);
+        for (u32 k = 0; k < STAGES && k < cells.mine; k++) cells.start(w, k, lane, t.job[k], t.stage[k], &t.gate[k]);
+        for (u32 k = 0; k < cells.mine; k++) {
+            u32 s = k % STAGES;
+            kvp_gate_wait(&t.done[s], k / STAGES & 1);
+            if (lane == 0) judge(t.job[s], s);
+            if (k + STAGES < cells.mine) cells.start(w, k + STAGES, lane, t.job[s], t.stage[s], &t.gate[s]);
+        }
     }
 };
 
-extern "C" __global__ void __launch_bounds__(KVP_LOAD_TEAM *KVP_LOAD_TEAMS, 1) kvp_coded_load(const kvp_wire_work w) {
+extern "C" __global__ void __launch_bounds__((KVP_LOAD_TEAM + 32) * KVP_LOAD_TEAMS, 1)
+    kvp_coded_load(const kvp_wire_work w) {
     extern __shared__ __align__(128) u8 kvp_coded_shared[];
     constexpr u32 team = KVP_LOAD_TEAM, stages = KVP_LOAD_STAGES;
-    u32 id = threadIdx.x / team, thread = threadIdx.x % team, lane = thread % 32;
+    u32 id = threadIdx.x / (team + 32), thread = threadIdx.x % (team + 32), lane = thread % 32;
     kvp_load_team &t = ((kvp_load_team *)kvp_coded_shared)[id];
     kvp_loading l = {t, id, thread, thread / 32, lane};
     kvp_cell_feed<true> feed;
     if (!feed.open(w, team, id)) return;
     if (thread == 0) {
-        for (u32 s = 0; s < stages; s++) kvp_gate_open(&t.gate[s]);
-        t.refused[0] = t.refused[1] = 0;
+        for (u32 s = 0; s < stages; s++) kvp_gate_open(&t.gate[s]), kvp_gate_open(&t.done[s]), t.refused[s] = 0;
         kvp_bulk_sees();
     }
-    l.wait();
-    if (l.warp == 0) {
-        feed.begin(w, lane);
-        for (u32 k = 0; k < stages && k < feed.mine; k++) feed.start(w, k, lane, t.job[k], t.stage[k], &t.gate[k]);
+    kvp_team_wait(id, team + 32);
+    if (l.warp == l.WARPS) {
+        l.feed(w, feed);
+        return;
     }
     for (u32 k = 0; k < feed.mine; k++) {
-        u32 s = k % stages;
+        u32 s = k % stages, refusal = KVP_WIRE_WHOLE;
         const kvp_cell_job &job = t.job[s];
         kvp_gate_wait(&t.gate[s], k / stages & 1);
         if (job.by_bytes && job.bytes) {
@@ -832,20 +848,19 @@ extern "C" __global__ void __launch_bounds__(KVP_LOAD_TEAM *KVP_LOAD_TEAMS, 1) k
             kvp_bulk_sees();
             l.wait();
         }
-        u32 raw = job.raw, summed = job.summed, refusal = KVP_WIRE_WHOLE;
-        u64 checksum = job.checksum, entry = job.entry, note = job.note, block = job.block;
+        u32 raw = job.raw;
+        u64 block = job.block;
         kvp_escape escape = {raw, 0};
-        bool as_it_is = job.bytes == raw && !summed && !job.by_bytes && !((block | raw) & 15);
+        bool as_it_is = job.bytes == raw && !job.summed && !job.by_bytes && !((block | raw) & 15);
         if (as_it_is && thread == 0) kvp_bulk_out(block, t.stage[s], raw), kvp_bulk_commit();
-        if (!as_it_is) refusal = l.decode(job, t.stage[s], k & 1, escape);
+        if (!as_it_is) refusal = l.decode(job, t.stage[s], s, escape);
         l.wait(); // the stage has been read, or is about to be
-        if (as_it_is && thread == 0) kvp_bulk_read_all_but<0>();
-        if (l.warp == 0 && k + stages < feed.mine) feed.start(w, k + stages, lane, t.job[s], t.stage[s], &t.gate[s]);
-        escape.put(block, raw);
         if (thread == 0) {
-            if (!refusal && summed) refusal = l.compare(raw, checksum, k & 1);
-            if (refusal && note >= KVP_REFUSED) *(volatile u64 *)(entry + 16) = refusal;
+            if (as_it_is) kvp_bulk_read_all_but<0>();
+            if (refusal) t.refused[s] = refusal;
+            kvp_gate_pass(&t.done[s]);
         }
+        escape.put(block, raw);
     }
     if (thread == 0) kvp_bulk_done();
 }

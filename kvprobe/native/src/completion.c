@@ -169,7 +169,9 @@ void kvp_computes(kvp_submitter *s, uint64_t now, uint64_t for_ns) {
 }
 
 /* What a method took against what its row says, its own submission counted; what is not used is forgotten, so that it
- * is tried again. Where the device had run dry before the submission began, somebody else was late. */
+ * is tried again. Rows that differ in their CTAs are one method: whoever else used the link meanwhile made all of them
+ * slow, and a row of fewer CTAs must not stay the better one for having been asked later. Where the device had run dry
+ * before the submission began, somebody else was late. */
 static void note_method(kvp_submitter *s, int d, const struct marker *m, uint64_t end, uint64_t now) {
     struct direction *dir = &s->direction[d];
     if (!m->expected_ns || m->bytes < RATE_BYTES || m->idle || dir->line.end_ns < m->called_ns) return;
@@ -177,8 +179,10 @@ static void note_method(kvp_submitter *s, int d, const struct marker *m, uint64_
     float seen = (float)((double)took / (double)m->expected_ns);
     if (seen < 0.5f) seen = 0.5f;
     if (seen > 20) seen = 20;
+    const kvp_method_row *row = (of_cells(s) ? kvp_cells_methods(s) : s->config.methods)->row[d];
     for (uint32_t i = 0; i < KVP_CHOOSE_ROWS; i++)
-        dir->factors[i] += (i == (uint32_t)m->row) ? (seen - dir->factors[i]) * 0.5f : (1 - dir->factors[i]) * FORGET;
+        dir->factors[i] +=
+            row[i].method == row[m->row].method ? (seen - dir->factors[i]) * 0.5f : (1 - dir->factors[i]) * FORGET;
     bool other = atomic_load(&s->direction[!d].bytes) != 0; /* the other direction may use what they need */
     if (m->unhindered && !other && m->row >= 0 && dir->factors[m->row] > HINDERED) kvp_computes(s, now, COMPUTE_NS);
 }
@@ -203,8 +207,8 @@ void kvp_retire(kvp_submitter *s, int d, uint64_t now) {
         }
         if (m->cells) kvp_cells_retire(s, d, m, end);
         start_of(m, &dir->line, dir->flying, start, end);
-        if (dir->first && dir->first->begun && !dir->first->status.copy_start_ns)
-            dir->first->status.copy_start_ns = start;
+        if (dir->first && dir->first->sequence <= m->begun && !dir->first->status.copy_start_ns)
+            dir->first->status.copy_start_ns = start; /* not wholly submitted yet */
         dir->listed -= m->entries;
         atomic_fetch_sub(&dir->places, m->places);
         atomic_fetch_sub(&dir->bytes, m->bytes);

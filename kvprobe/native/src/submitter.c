@@ -16,6 +16,7 @@
 #define LEAST_LAUNCH 262144     /* bytes */
 #define LEAST_LIST 16           /* part of a ring of copies that a launch is begun with */
 #define MOST_LAUNCH (64u << 20) /* bytes */
+#define SHORT_REST 4            /* part of a launch */
 #define MOST_PAUSE_NS 250000
 #define SHARED_PAUSE_NS 60000
 
@@ -378,6 +379,14 @@ struct launch {
     bool idle;                    /* nothing of the direction was outstanding */
 };
 
+/* The same, or all that is left of the head where that is little more: a launch of the rest would cost its beginning
+ * and end for a few bytes, and the rate that is seen of it would make the next launches shorter still. */
+static uint64_t with_the_rest(const struct kvp_job *head, uint64_t bytes) {
+    const kvp_job_status *t = &head->status;
+    uint64_t left = (uint64_t)((double)t->bytes * (double)(t->copies - t->submitted) / (double)t->copies);
+    return left > bytes && left <= bytes + bytes / SHORT_REST ? left : bytes;
+}
+
 /* The next copies, and the method that is best for them. */
 static struct launch put_together(kvp_submitter *s, struct direction *dir, int d, uint64_t now) {
     struct launch l = {.method = KVP_LOOP, .row = -1, .idle = line_empty(&dir->line)};
@@ -386,6 +395,7 @@ static struct launch put_together(kvp_submitter *s, struct direction *dir, int d
     l.gathered = launch_bytes(s, dir, d, true, &launches);
     if (l.idle) dir->ramp = FIRST_LAUNCH; /* the device begins at once */
     if (l.gathered > dir->ramp) l.gathered = dir->ramp;
+    l.gathered = with_the_rest(dir->first, l.gathered);
     dir->ramp = dir->ramp < MOST_LAUNCH ? 2 * dir->ramp : dir->ramp; /* put together while the one before is copied */
     if (l.largest > l.gathered) l.largest = l.gathered;
     if (of_cells(s)) l.largest = UINT64_MAX; /* a cell is never cut */

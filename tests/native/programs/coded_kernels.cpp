@@ -251,7 +251,7 @@ extern "C" __attribute__((visibility("default"))) int coded_run(int store, const
     static_assert(sizeof(kvp_load_team) * KVP_LOAD_TEAMS <= sizeof kvp_coded_shared);
     kvp_wire_work w = *work;
     body = [=] { store ? kvp_coded_store(w) : kvp_coded_load(w); };
-    return run(store ? KVP_STORE_TEAM * KVP_STORE_TEAMS : KVP_LOAD_TEAM * KVP_LOAD_TEAMS, ctas, lot);
+    return run(store ? KVP_STORE_TEAM * KVP_STORE_TEAMS : (KVP_LOAD_TEAM + 32) * KVP_LOAD_TEAMS, ctas, lot);
 }
 extern "C" __attribute__((visibility("default"))) int coded_unpack(const kvp_wire_unpacking *work, uint32_t ctas,
                                                                    uint64_t lot) {
