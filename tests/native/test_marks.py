@@ -163,6 +163,22 @@ d.sync(d.compute)
     assert computed == pytest.approx(40_000_000, rel=0.05)
 
 
+def test_a_burst_of_copies_costs_a_record_for_twenty_copies_or_more(libraries: Path, tmp_path: Path) -> None:
+    """A record costs its caller as much as half a copy: a few behind the gap, three samples of two, one at the end."""
+    bursts = 20
+    body = f"""
+for _ in range({bursts}):
+    for _ in range(256):
+        d.load(0, 4096, d.copies[0])
+    d.sync(d.copies[0])
+"""
+    recorded(libraries, tmp_path, body)
+    (ring,) = (read_ring(path) for path in tmp_path.glob("*.kvp"))
+    spans = int((ring.marks()["call"] == SPAN).sum())
+    before = 25  # of the device's own first calls
+    assert bursts < spans <= 12 * bursts + before
+
+
 def test_what_a_memset_writes_is_no_byte_of_the_copy_beside_it(libraries: Path, tmp_path: Path) -> None:
     """Both are too short to be told apart: the link would seem to carry a thousand GB/s."""
     body = """

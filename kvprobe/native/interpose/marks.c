@@ -392,7 +392,7 @@ static int goes_on(struct mark_stream *s, const kvp_record *r, uint8_t kind, uin
         return has_room(s) && kvp_mark_place(s, MARK_UNSEEN);
     }
     if (get(s->count) < get(s->next_sample)) return 0;
-    put(s->next_sample, s->sampled >= 5 ? 256 : 16u << s->sampled++);
+    put(s->next_sample, s->sampled >= 2 ? 256 : 32u << 2 * s->sampled++); /* each costs two records */
     if (!has_room(s)) return 0;
     int placed = kvp_mark_place(s, MARK_SAMPLE);
     put(s->after, placed ? MARK_ITEM : 0);
@@ -407,7 +407,7 @@ static int begins(struct mark_stream *s, uint8_t kind, uint64_t gap, uint64_t no
     if (gap >= MARK_GAP_NS && gappy < 16 && kind != MARK_MEMSET && has_caught_up(s))
         put(s->gappy, 16);
     else if (gappy && (gap < MARK_GAP_NS || !has_caught_up(s)))
-        put(s->gappy, gappy - 1);
+        put(s->gappy, gappy / 4); /* a burst behind one gap: a mark for each of its first three submissions, no more */
     struct mark_context *c = &kvp_mark_contexts[s->context];
     if (now - get(c->probe_at) <= MARK_PROBE_NS || !has_caught_up(s)) return 0;
     put(c->probe_at, now);
