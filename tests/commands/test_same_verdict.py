@@ -87,7 +87,7 @@ def test_run_says_of_its_recording_what_the_other_commands_say(kvprobe, tmp_path
     folder, programs = tmp_path / "run", Path(__file__).parents[1] / "corpus" / "programs.py"
     command = [sys.executable, "-m", "kvprobe", "run", "--no-stacks", "-o", folder, "--", sys.executable, programs]
     # a link so slow that the queue fills, however slow the machine is
-    environment = {**os.environ, **({"KVHOST_H2D_GBPS": "0.5"} if program == "loads_on_one_stream" else {})}
+    environment = {**os.environ, **({"KVHOST_H2D_GBPS": "0.1"} if program == "loads_on_one_stream" else {})}
     words = [str(word) for word in (*command, program)]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     end = time.monotonic() + 120
