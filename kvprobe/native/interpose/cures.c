@@ -177,10 +177,11 @@ static int open_driver(void) {
     return -1;
 }
 
-/* Half of the processors that this process may use, for copies that are not large a third; the caller is one more. */
+/* Three in four of the processors that this process may use, of which two thirds help where the pages are there, and
+ * half with copies that are not large (staged_copy.c); the caller is one more. */
 static unsigned helpers(void) {
-    unsigned half = kvp_processors() / 2;
-    return half ? half : 1;
+    unsigned most = kvp_processors() * 3 / 4;
+    return most ? most : 1;
 }
 
 static void refuse(const char *why, size_t bytes, int error) {
