@@ -72,10 +72,11 @@
 #define LARGE_CLASS 9     /* of LARGE and more */
 #define FRESH_CLASS 10    /* of these, stores into memory whose pages are not there yet */
 #define CLASSES 11
-#define PART (32u << 20)          /* while it is found out whether it pays */
-#define PART_AS_IT_IS (4u << 20)  /* one that goes as it is: a rate needs no more, and those bytes are the slow ones */
-#define MOST_PART (1u << 30)      /* afterwards */
-#define DEFAULT_BYTES (32u << 20) /* copies of an H100 reach 36 to 40 GB/s with 16, 47 with 32 or 64 */
+#define PART (32u << 20)           /* while it is found out whether it pays */
+#define PART_AS_IT_IS (4u << 20)   /* one that goes as it is: a rate needs no more, and those bytes are the slow ones */
+#define MOST_PART (1u << 30)       /* afterwards */
+#define MOST_SETTING_NS 500000000u /* for slots: the driver alone moves no more than some GB a second */
+#define DEFAULT_BYTES (32u << 20)  /* copies of an H100 reach 36 to 40 GB/s with 16, 47 with 32 or 64 */
 #define CONTEXTS 16
 #define WATCHED_BEHIND 3      /* calls behind work that all waited for it, before one is staged behind work */
 #define REST_NS 20000000u     /* how long the rest of a copy that has returned is waited for, to know what it took */
@@ -177,10 +178,11 @@ static int open_driver(void) {
     return -1;
 }
 
-/* Half of the processors that this process may use, for copies that are not large a third; the caller is one more. */
+/* Three in four of the processors that this process may use, of which two thirds help where the pages are there, and
+ * half with copies that are not large (staged_copy.c); the caller is one more. */
 static unsigned helpers(void) {
-    unsigned half = kvp_processors() / 2;
-    return half ? half : 1;
+    unsigned most = kvp_processors() * 3 / 4;
+    return most ? most : 1;
 }
 
 static void refuse(const char *why, size_t bytes, int error) {
@@ -356,14 +358,24 @@ static int is_fresh(uint64_t at, size_t bytes) {
     return !(there & 1);
 }
 
-/* 1: a copy in this stream can be staged, in this context; `id` is its id. */
-static int can_be_staged(const place *p, void *stream, void **context, uint64_t *id) {
-    void *of_stream = NULL;
+/* The events for this copy where it can be staged, else NULL. A large one waits for its slots, some milliseconds: where
+ * parts went as they are meanwhile, one behind the other, an H100 had no slots before 4 GiB were over, and more. */
+static const staging_events *events_for(const place *p, void *stream, size_t bytes) {
+    void *current = NULL, *of_stream = NULL;
+    uint64_t id = 0;
     int ordinal = -1, capturing = 0;
-    if (kvp_driver.cuCtxGetCurrent(context) || !*context) return 0;
-    if (kvp_driver.cuStreamIsCapturing(stream, &capturing) || capturing) return 0;
-    if (kvp_driver.cuStreamGetCtx(stream, &of_stream) || of_stream != *context) return 0;
-    return !kvp_driver.cuCtxGetDevice(&ordinal) && ordinal == p->ordinal && !kvp_driver.cuCtxGetId(*context, id);
+    if (kvp_driver.cuCtxGetCurrent(&current) || !current) return NULL;
+    if (kvp_driver.cuStreamIsCapturing(stream, &capturing) || capturing) return NULL;
+    if (kvp_driver.cuStreamGetCtx(stream, &of_stream) || of_stream != current) return NULL;
+    if (kvp_driver.cuCtxGetDevice(&ordinal) || ordinal != p->ordinal || kvp_driver.cuCtxGetId(current, &id))
+        return NULL;
+    const staging_events *events = events_of(id);
+    if (events) return events;
+    ask_for_slots(current);
+    if (bytes < LARGE) return NULL;
+    uint64_t until = kvp_clock() + (bytes < MOST_SETTING_NS ? bytes : MOST_SETTING_NS); /* at 1 GB/s */
+    while (atomic_load(&cure.setting) && kvp_clock() < until) usleep(200);
+    return events_of(id);
 }
 
 static void tell(enum kvp_verdict verdict, const kvp_account *account, int to_device, int class) {
@@ -405,7 +417,6 @@ static int wait_here(const staging_events *events, void *stream, uint64_t most_n
 static int nothing_in_front(kvp_watched *watched, int class, const staging_events *events, void *stream) {
     int state = kvp_driver.cuStreamQuery(stream);
     if (state != STAGING_NOT_READY) return !state; /* an error is the program's own call's to find */
-    if (!events) return atomic_fetch_add(&cure.behind_work, 1), 0;
     uint64_t until = kvp_clock() + STAGING_MOST_WAIT_NS;
     if (!cure.behind[class].early && cure.behind[class].waited >= WATCHED_BEHIND)
         while ((state = kvp_driver.cuStreamQuery(stream)) == STAGING_NOT_READY && kvp_clock() < until)
@@ -457,12 +468,10 @@ static int stage(kvp_account *account, const staging_events *events, uint64_t ds
 /* ---- one large copy -------------------------------------------------------------------------------------------- */
 
 /* A program may copy its gigabytes once: so both ways take turns within the first copy, part by part, and the rest goes
- * the better one. Parts that go as they are have the driver copy the program's own memory. So do those that go while
- * the slots are made; they are held up by that, and no samples. */
+ * the better one. Parts that go as they are have the driver copy the program's own memory. */
 typedef struct {
     kvp_account *account;
-    const staging_events *events; /* NULL: its slots are being made, in this context: */
-    uint64_t context;
+    const staging_events *events;
     uint64_t device;
     uint8_t *host;
     size_t bytes;
@@ -503,7 +512,7 @@ static size_t part_of(const large_copy *c, size_t at, enum kvp_way way) {
     if (way == KVP_AS_IT_IS) most = least = PART_AS_IT_IS;
     size_t bytes = left < most + least ? left : most;
     uint64_t since = kvp_clock();
-    int ask = c->events && kvp_account_asks(account, way);
+    int ask = kvp_account_asks(account, way);
     int error = way == KVP_AS_IT_IS ? as_it_is(c, at, bytes)
                                     : kvp_staged_copy(c->events, c->load, c->device + at, c->host + at, bytes,
                                                       c->stream, STAGING_LARGE | (c->fresh ? STAGING_FRESH : 0));
@@ -518,7 +527,7 @@ static size_t part_of(const large_copy *c, size_t at, enum kvp_way way) {
     }
     if (ask)
         add(account, way, kvp_clock() - since, bytes);
-    else if (c->events)
+    else
         kvp_account_pass(account);
     if (way == KVP_AS_IT_IS) return bytes;
     cure.given_up = 0;
@@ -527,27 +536,16 @@ static size_t part_of(const large_copy *c, size_t at, enum kvp_way way) {
     return bytes;
 }
 
-/* 0: they are being made. -1: nobody makes any. */
-static int has_events(large_copy *c) {
-    int setting = atomic_load(&cure.setting);
-    if (!c->events) c->events = events_of(c->context);
-    return c->events ? 1 : setting ? 0 : -1;
-}
-
-static int in_parts(large_copy *c) {
+static int in_parts(const large_copy *c) {
     int asked = 0, staged = 0;
     for (size_t at = 0, bytes; at < c->bytes; at += bytes) {
-        int able = has_events(c);
-        enum kvp_way way = able > 0 ? way_of_part(c, at, asked) : KVP_AS_IT_IS;
+        enum kvp_way way = way_of_part(c, at, asked);
         if (way == KVP_CURED && c->fresh && !asked++) ask_for_huge_pages(c->host + at, c->bytes - at);
-        int rest = able < 0 || c->account->state == KVP_LEFT || (way == KVP_CURED && !helpers_have_left(PART_NS));
+        int rest = c->account->state == KVP_LEFT || (way == KVP_CURED && !helpers_have_left(PART_NS));
         if (!kvp_watch.cures || !(bytes = rest ? rest_as_it_is(c, at) : part_of(c, at, way))) return 0;
         staged |= !rest && way == KVP_CURED;
     }
-    int error = 0;
-    if (c->load && c->to_end)
-        error =
-            has_events(c) > 0 ? wait_here(c->events, c->stream, TO_END_NS) : kvp_driver.cuStreamSynchronize(c->stream);
+    int error = c->load && c->to_end ? wait_here(c->events, c->stream, TO_END_NS) : 0;
     cure.copies[!c->load] += (unsigned)staged;
     return !error || error == STAGING_NOT_READY;
 }
@@ -571,12 +569,8 @@ static int try_copy(kvp_watched *watched, uint64_t dst, uint64_t src, size_t byt
         return 0;
     }
     if (!look(device, &p) || !is_inside(&p, device, bytes) || !is_pageable(load ? src : dst, bytes)) return 0;
-    void *context = NULL;
-    uint64_t id = 0;
-    if (!can_be_staged(&p, stream, &context, &id)) return 0;
-    const staging_events *events = events_of(id);
-    if (!events) ask_for_slots(context);
-    if (!events && class < LARGE_CLASS) return 0;
+    const staging_events *events = events_for(&p, stream, bytes);
+    if (!events) return 0;
     /* a store's own call would wait for its stream, too; an error is that call's to find */
     if (!load && kvp_driver.cuStreamSynchronize(stream)) return 0;
     if (!atomic_compare_exchange_strong(&cure.busy, &no, 1)) {
@@ -587,7 +581,7 @@ static int try_copy(kvp_watched *watched, uint64_t dst, uint64_t src, size_t byt
     if (kvp_watch.cures && (!load || nothing_in_front(watched, class, events, stream)) &&
         (class >= LARGE_CLASS || helpers_have_left(200000))) {
         if (class >= LARGE_CLASS)
-            made = in_parts(&(large_copy){account, events, id, device, (uint8_t *)(uintptr_t)(load ? src : dst), bytes,
+            made = in_parts(&(large_copy){account, events, device, (uint8_t *)(uintptr_t)(load ? src : dst), bytes,
                                           stream, load, to_end, fresh});
         else if (kvp_account_way(account) == KVP_CURED)
             made = stage(account, events, dst, src, bytes, load, stream, to_end);

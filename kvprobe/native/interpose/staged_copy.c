@@ -28,10 +28,12 @@
 #endif
 #define SMALLEST_CHUNK (64u << 10)
 #ifndef STAGING_HELPERS
-#define STAGING_HELPERS 12
+#define STAGING_HELPERS 18
 #endif
-#define OF_HELPERS(all) (((all) * 2 + 2) / 3) /* those that help with a copy that is not large */
-#define PAGES_AT_A_TIME (2u << 20)            /* a huge page, at its border */
+/* Those that help with a copy to or from pages that are there: to make pages takes more threads. */
+#define OF_LARGE(all) (((all) * 2 + 2) / 3)
+#define OF_SMALL(all) (((all) + 1) / 2)
+#define PAGES_AT_A_TIME (2u << 20) /* a huge page, at its border */
 #define PAGES_AHEAD (32u << 20)
 #define NODE_WORDS 16 /* of a mask of NUMA nodes */
 enum { DEFAULT_POLICY = 0, PREFERRED = 1 };
@@ -168,15 +170,16 @@ unsigned kvp_staging_threads(void) { return helper_count + 1; }
 int kvp_staging_is_free(void) { return !atomic_load(&job.inside); }
 
 static void begin(int to_device, uint8_t *host, size_t bytes, unsigned how) {
-    unsigned helpers = how & STAGING_LARGE ? helper_count : OF_HELPERS(helper_count);
+    int fresh = !to_device && how & STAGING_FRESH;
+    unsigned helpers = fresh ? helper_count : how & STAGING_LARGE ? OF_LARGE(helper_count) : OF_SMALL(helper_count);
     size_t chunk = bytes / (2 * (helpers + 1)) + 1;
     chunk = (chunk + SMALLEST_CHUNK - 1) & ~(size_t)(SMALLEST_CHUNK - 1);
     job.chunk = chunk < STAGING_SLOT_BYTES ? chunk : STAGING_SLOT_BYTES;
     job.host = host;
     job.bytes = bytes;
     job.to_device = to_device;
-    job.fresh = !to_device && how & STAGING_FRESH;
-    if (job.fresh) look_at_policy();
+    job.fresh = fresh;
+    if (fresh) look_at_policy();
     atomic_store(&job.pages, 0);
     job.chunks = (uint32_t)((bytes + job.chunk - 1) / job.chunk);
     for (uint32_t i = 0; i < slot_count; i++) atomic_store(&job.moved[i], 0);

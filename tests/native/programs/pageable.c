@@ -378,25 +378,6 @@ static void large_counts(void) {
     printf("%d MiB up, %d MiB down\n", (int)(bytes[0] / MIB), (int)(bytes[1] / MIB));
 }
 
-/* The process's first copy: whether some of it was on its way before the slots were pinned. */
-static void large_at_once(void) {
-    enum { LARGE = 96 * MIB, ENTRIES = 4096 };
-    static kvhost_trace_record calls[ENTRIES];
-    uint8_t *there, *at = malloc(LARGE);
-    check(cudaMalloc((void **)&there, LARGE));
-    memset(at, 7, LARGE);
-    check(kvhostTraceStart(ENTRIES));
-    check(cudaMemcpy(there, at, LARGE, 1));
-    check(kvhostTraceStop());
-    uint64_t count = kvhostTraceRead(calls, 0, ENTRIES), copied = count, pinned = count;
-    while (count--) {
-        if (calls[count].memory == KVP_MEM_PAGEABLE) copied = count;
-        if (!strcmp(kvhostCallName(calls[count].api), "cuMemHostRegister_v2")) pinned = count;
-    }
-    wrong += memcmp(at, there, LARGE) != 0; /* the host runtime's device memory can be read */
-    printf("%s\n", copied < pinned ? "at once" : "pinned first");
-}
-
 /* A part of a load fails, as it is or staged, and a part of a store. */
 static void large_fails(void) {
     check(kvhostFailCall("cuMemcpyHtoDAsync_v2", 50, 999));
@@ -672,7 +653,6 @@ int main(int argc, char **argv) {
                  {"large-driver", large_driver},
                  {"large-refusals", large_refusals},
                  {"large-counts", large_counts},
-                 {"large-at-once", large_at_once},
                  {"large-fails", large_fails}};
     until = now() + (argc > 2 ? atof(argv[2]) : 60);
     prepare();
