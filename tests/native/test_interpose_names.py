@@ -90,6 +90,17 @@ def test_where_one_is_every_way_to_it_is_counted_once(
     assert calls_in(tmp_path) == 5
 
 
+def test_a_driver_that_is_not_there_is_not_looked_for_at_every_copy(
+    compile_c: Compile, libraries: Path, runtime: Path, tmp_path: Path
+) -> None:
+    program = compile_c("listings", "-ldl", "-rdynamic", *linked_to(runtime))
+    alone, watched = alone_and_watched(libraries, tmp_path, [program])
+    assert alone == "0 0\n"
+    before, meanwhile = map(int, watched.split())
+    assert before and meanwhile < 200, watched
+    assert calls_in(tmp_path) == 2001
+
+
 @pytest.mark.parametrize("binding", ["lazy", "now"])
 def test_a_program_at_a_fixed_address_gives_a_function_the_same_address_everywhere(
     compile_c: Compile, libraries: Path, runtime: Path, tmp_path: Path, binding: str
