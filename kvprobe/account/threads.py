@@ -83,6 +83,7 @@ class Threads:
         lasts = np.diff(edges)
         unusual = _unusual(lasts, line)
         long = _pauses(lasts, gap > 0)
+        del lasts
         unasked = np.full(len(line), NOBODY, dtype=np.int8)
         if len(rows):
             worked = self._worked(rows[0], edges, gap > 0)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from kvprobe.recordings.occupancy import Occupancy
     from kvprobe.recordings.serving import ServingWindow
     from kvprobe.reporting.inputs import Input
-    from kvprobe.reporting.recorded import Drawn
 
 __all__ = [
     "WindowOptions",
@@ -155,41 +154,29 @@ def diagnosed(
 
 def diagnosed_apart(
     inputs: Sequence[Path], *, quiet: bool = False, window: WindowOptions | None = None
-) -> tuple[Recording, Examination, Drawn, list[Input]]:
-    """As `diagnosed`, and each input by itself as well; no inputs where there is only one.
-
-    What the page shows whatever is wrong is drawn meanwhile.
-    """
-    from concurrent.futures import ThreadPoolExecutor
-
-    from kvprobe.diagnosis import examined, joined_within
+) -> tuple[Recording, Examination, Occupancy, list[Input]]:
+    """As `diagnosed`, and each input by itself as well; no inputs where there is only one."""
     from kvprobe.recordings import open_apart
-    from kvprobe.reporting import draw
     from kvprobe.reporting.inputs import Input
 
-    window = window or WindowOptions()
     reuse_memory()
     with progress_bar(quiet) as progress:
         recording, parts = open_apart(inputs, progress=lambda what, fraction: progress(what, 0.7 * fraction))
         progress("looking for causes", 0.7)
-        joined = joined_within(recording, window.of(recording))
-        with ThreadPoolExecutor(1) as beside:  # on a second core: numpy works without Python's lock
-            drawn = beside.submit(draw, recording, joined.occupancy)
-            found = examined(joined)
-        del joined  # as large as the recording
+        whole = _judged(recording, window or WindowOptions())
         apart = []
         for i, (name, part) in enumerate(parts if len(parts) > 1 else ()):
             progress(f"looking for causes in {name}", 0.8 + 0.2 * i / len(parts))
-            apart.append(Input(name, *_judged(part, window)))
+            apart.append(Input(name, *_judged(part, window or WindowOptions())))
         progress("done", 1.0)
-    return recording, found, drawn.result(), apart
+    return *whole, apart
 
 
 def _judged(recording: Recording, window: WindowOptions) -> tuple[Recording, Examination, Occupancy]:
-    from kvprobe.diagnosis import examined, joined_within
+    from kvprobe.diagnosis import examined
 
-    joined = joined_within(recording, window.of(recording))
-    return recording, examined(joined), joined.occupancy
+    found, queues = examined(recording, window.of(recording))
+    return recording, found, queues
 
 
 def cropped(recording: Recording, window: WindowOptions) -> Recording:

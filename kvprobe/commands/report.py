@@ -56,10 +56,10 @@ def command(
     from kvprobe.recordings.merge import DIFFERENT_RUNS
     from kvprobe.reporting.account import account_lines
 
-    recording, findings, drawn, apart = diagnosed_apart(inputs, quiet=quiet, window=window)
+    recording, findings, queues, apart = diagnosed_apart(inputs, quiet=quiet, window=window)
     verdict = of_recording(recording, findings)
     path = write_report(
-        recording, output, findings=findings, drawn=drawn, inputs=apart, title=title, interactive=interactive
+        recording, output, findings=findings, queues=queues, inputs=apart, title=title, interactive=interactive
     )
     if as_json:
         REPORT.print(

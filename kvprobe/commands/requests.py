@@ -80,12 +80,12 @@ def served(
     `export` is called with recording, account and window.
     """
     from kvprobe.commands._reading import opened
-    from kvprobe.diagnosis import examined, joined_within
+    from kvprobe.diagnosis import examined
     from kvprobe.recordings.steps import with_steps_of_ranges
     from kvprobe.requests import of_account
 
     recording = with_steps_of_ranges(opened(inputs, quiet=quiet), steps_by)
-    found = examined(joined_within(recording, window.of(recording)))
+    found, _ = examined(recording, window.of(recording))
     if export is not None:
         export(recording, found.account, found.serving)
     return of_account(recording, found.account, found.serving)

@@ -188,10 +188,10 @@ def diagnose(recording: Recording) -> Examination:
     return examine(recording)
 
 
-def joined_within(recording: Recording, window: ServingWindow) -> JoinedRecording:
-    """A recording joined, with its account and how full its queues were within a window, which becomes its own.
+def examined(recording: Recording, window: ServingWindow) -> tuple[Examination, Occupancy]:
+    """What is wrong in a recording within a window, and how full its queues were; both are kept with the recording.
 
-    The two need nothing of one another: the queues are counted on a second core, as numpy works without Python's lock.
+    The window becomes the recording's, and what cannot be shown becomes a note of it.
     """
     from concurrent.futures import ThreadPoolExecutor
 
@@ -199,21 +199,15 @@ def joined_within(recording: Recording, window: ServingWindow) -> JoinedRecordin
     from kvprobe.recordings.occupancy import occupancy
 
     recording.window = window
-    with ThreadPoolExecutor(1) as beside:
+    with ThreadPoolExecutor(1) as beside:  # the queues on a second core: numpy works without Python's lock
         queues = beside.submit(occupancy, recording)
         joined = JoinedRecording(recording)
-        joined.explainer  # noqa: B018 -- makes the account
+        joined.account  # noqa: B018 -- made here; it needs nothing of the queues
         joined.occupancy = queues.result()
-    return joined
-
-
-def examined(joined: JoinedRecording) -> Examination:
-    """What is wrong in a recording; what it cannot show becomes a note of it."""
-    recording = joined.recording
     found = examine_joined(joined)
     recording.known_links = None  # as large as a third of the calls, and hardly ever asked for afterwards
     recording.notes += notes_of(found.not_looked_for)
-    return found
+    return found, joined.occupancy
 
 
 def notes_of(not_looked_for: Sequence[NotLookedFor]) -> list[str]:

@@ -24,6 +24,7 @@ __all__ = [
     "match",
     "narrowed",
     "pairs",
+    "pieces",
     "positions",
     "quantile",
     "quantiles",
@@ -70,19 +71,19 @@ def match(process: Array, correlation: Array, of_process: Array, of_correlation:
         return np.asarray(at)
 
     table = np.full(size + 1, -1, dtype=np.int32)
-    for part in _pieces(len(correlation)):
+    for part in pieces(len(correlation)):
         table[place(process[part], correlation[part])] = np.arange(part.start, part.stop, dtype=np.int32)
     table[size] = -1
     found = []
     for processes_, ids in ((process, correlation), (of_process, of_correlation)):
         out = np.empty(len(ids), dtype=np.int32)
-        for part in _pieces(len(ids)):
+        for part in pieces(len(ids)):
             out[part] = table[place(processes_[part], ids[part])]
         found.append(out)
     return found[0], found[1]
 
 
-def _pieces(rows: int, most: int = 1 << 18) -> Iterator[slice]:
+def pieces(rows: int, most: int = 1 << 18) -> Iterator[slice]:
     """Stretches of rows whose temporaries stay in the cache instead of doubling the recording."""
     for start in range(0, rows, most):
         yield slice(start, min(start + most, rows))
@@ -124,7 +125,7 @@ def spans(owner: Array, start: Array, end: Array, rows: int, absent: int) -> tup
     first, last = np.full(rows, absent, dtype=np.int64), np.full(rows, absent, dtype=np.int64)
     taken = np.zeros(rows, dtype=bool)
     owned = 0
-    for part in _pieces(len(owner)):
+    for part in pieces(len(owner)):
         mine = owner[part]
         theirs = np.flatnonzero(mine >= 0)
         mine = mine[theirs]

@@ -159,13 +159,20 @@ def occupancy(recording: Recording, *, use_labels: bool = True, by_channel: bool
         if queue.blocked.any():
             blocked[queue.calls] = queue.blocked
             blocked_ns[queue.calls] = queue.blocked_ns
-        names = calls["name"][queue.calls]
+        names = calls["name"][queue.calls] if len(queue.baseline_ns) > 1 else None
         for name, value in queue.baseline_ns.items():
-            baseline[queue.calls[names == name]] = np.clip(value, -1, np.iinfo(np.int32).max)  # a damaged file's times
+            of_name = queue.calls if names is None else queue.calls[names == name]
+            baseline[of_name] = np.clip(value, -1, np.iinfo(np.int32).max)  # a damaged file's times
         found.append(queue)
     found.sort(key=lambda q: (-int(q.blocked_ns.sum()), q.stream))
     conclusion = overall([(q.conclusion, int(q.depth.max(initial=0))) for q in found])
-    how = "inferred" if not recording.has_executions else "labels" if use_labels and labelled.any() else "plateau"
+    how = (
+        "inferred"
+        if not recording.has_executions
+        else "labels"
+        if use_labels and labelled is not None and labelled.any()
+        else "plateau"
+    )
     return Occupancy(
         found,
         depth,
@@ -215,17 +222,19 @@ def _queues(recording: Recording, by_channel: bool) -> Iterator[tuple[StreamOccu
     del stream
     orphan_groups = _groups(queue_of[orphans[0]])
     nothing = np.zeros(0, dtype=np.int64)
-    for queue, members in call_groups.items():
+    for queue in list(call_groups):
+        members = call_groups.pop(queue)
         if queue >= 0:
             early = orphan_groups.get(queue, nothing)
             shared = np.flatnonzero(queue_of[: streams.rows] == queue).tolist()
             before = orphans[1][early], orphans[2][early]
             mine = _Submissions(rows[members], done[members], began[members])
+            del members
             records = event_records(recording, shared) if len(shared) == 1 else nothing
-            yield (
-                _queue(recording, queue, shared, mine, before),
-                _queue(recording, queue, shared, _among(recording, records, mine), before) if len(records) else None,
-            )
+            with_records = _among(recording, records, mine) if len(records) else None
+            found = _queue(recording, queue, shared, mine, before)
+            del mine  # nothing as large is kept while the queue is judged
+            yield found, None if with_records is None else _queue(recording, queue, shared, with_records, before)
 
 
 class _Submissions(NamedTuple):
@@ -370,20 +379,22 @@ def _queue(
 # ---- verdict --------------------------------------------------------------------------------------------------------
 
 
-def _judge(recording: Recording, queue: StreamOccupancy, labelled: Array, use_labels: bool) -> None:
-    """Fills baseline, blocked time and verdict of a queue."""
+def _judge(recording: Recording, queue: StreamOccupancy, labelled: Array | None, use_labels: bool) -> None:
+    """Fills baseline, blocked time and verdict of a queue; `labelled` is None where the recorder labels nothing."""
     calls = recording.calls
     rows = queue.calls
     if not recording.has_executions:
         infer(recording, queue)
         return
     duration = calls["end_ns"][rows] - calls["start_ns"][rows]
+    _infer(recording, queue, duration)
+    queue.inferred_ns = int(queue.blocked_ns.sum())
+    if labelled is None:
+        return
     # A batch that found the queue (almost) empty and filled it waits for its own descriptors.
     alone = (calls["kind"][rows] == CallKind.BATCH) & (queue.depth < LEAST_DEPTH)
     known = (labelled[rows] > 0) & ~alone
     queue.labelled_ns = int(labelled[rows[known]].sum())
-    _infer(recording, queue, duration)
-    queue.inferred_ns = int(queue.blocked_ns.sum())
     if use_labels and queue.labelled_ns:
         blocked = known | (queue.blocked & _beside(recording, rows, known))
         at = queue.depth[blocked]
@@ -509,17 +520,17 @@ def _graphs_outstanding(recording: Recording, queue: StreamOccupancy) -> Array:
 # ---- labels ---------------------------------------------------------------------------------------------------------
 
 
-def _labelled(recording: Recording) -> Array:
-    """Time that the recorder labels as "command buffer full" within each call, (calls,) int64.
+def _labelled(recording: Recording) -> Array | None:
+    """Time that the recorder labels as "command buffer full" within each call, (calls,) int64; None: it labels none.
 
     Labels name their call by correlation id (Nsight Systems) or not at all (Kineto): then it is the submitting call
     that contains them in time, of two the shorter one.
     """
     calls, labels = recording.calls, recording.labels
-    out = np.zeros(calls.rows, dtype=np.int64)
     full = np.flatnonzero(labels["label"] == Label.COMMAND_BUFFER_FULL)
     if not len(full) or not calls.rows:
-        return out
+        return None
+    out = np.zeros(calls.rows, dtype=np.int64)
     length = np.maximum(labels["end_ns"][full] - labels["start_ns"][full], 0)
     keys = correlation_keys(labels["process"][full], labels["correlation"][full])
     call_keys = correlation_keys(calls["process"], calls["correlation"])

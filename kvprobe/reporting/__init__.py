@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvprobe.reporting.page import build_page, check_writable, write_report
-    from kvprobe.reporting.recorded import draw
 
-__all__ = ["build_page", "check_writable", "draw", "write_report"]
+__all__ = ["build_page", "check_writable", "write_report"]
 
 
 def __getattr__(name: str) -> Any:
     """What makes a page is imported when it is asked for: who prints tables needs nothing of it."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kvprobe.reporting import page, recorded
+    from kvprobe.reporting import page
 
-    return getattr(recorded if name == "draw" else page, name)
+    return getattr(page, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,6 @@ __all__ = [
     "histogram_chart",
     "how_drawn",
     "quantiles",
-    "shaded",
     "split_chart",
     "timeline",
 ]
@@ -164,24 +163,12 @@ def timeline(
         },
         "series": drawn,
         "marks": [{"t": mark.time_ns - zero, "label": mark.label} for mark in besides.marks],
-        "spans": _spans(besides.spans, zero),
+        "spans": [{"a": a - zero, "b": b - zero, "label": text, "hot": hot} for a, b, text, hot in besides.spans],
         "levels": [{"v": value, "label": text} for value, text in besides.levels],
     }
     if group:
         spec["group"] = group
     return Chart(*caption, spec, _time_table(caption[1], lines, (start, end), axis.unit, zero), how)
-
-
-def _spans(spans: Sequence[tuple[float, float, str, bool]], zero: float) -> list[dict[str, Any]]:
-    return [{"a": a - zero, "b": b - zero, "label": text, "hot": hot} for a, b, text, hot in spans]
-
-
-def shaded(chart: Chart, spans: Sequence[tuple[float, float, str, bool]], zero: float) -> Chart:
-    """A timeline with the times of findings, as in `Besides`; `zero` as of `timeline`."""
-    if not spans:
-        return chart
-    how = f"{chart.how} The shaded times are those of the findings above."
-    return replace(chart, spec={**chart.spec, "spans": _spans(spans, zero)}, how=how)
 
 
 def _time_table(title: str, lines: Sequence[Points], span: tuple[float, float], unit: str, zero: float) -> TableView:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from kvprobe.diagnosis import Examination
     from kvprobe.recordings.model import Recording
-    from kvprobe.reporting.recorded import Drawn
+    from kvprobe.recordings.occupancy import Occupancy
 
 __all__ = ["build_page", "check_writable", "write_report", "write_whole"]
 
@@ -52,7 +52,7 @@ class Page(TypedDict, total=False):
 
     Attributes:
         findings: of `kvprobe.diagnosis.diagnose`; None leaves out the section, and the account.
-        drawn: of `kvprobe.reporting.draw`; made here where it is not given.
+        queues: of `kvprobe.recordings.occupancy.occupancy`; worked out here where it is not given.
         inputs: what the recording was put together from, where each is to be shown by itself as well.
         title: default: the recording's file.
         interactive: draw with plotly, which adds 4.6 MiB to the page.
@@ -61,7 +61,7 @@ class Page(TypedDict, total=False):
     """
 
     findings: Examination | None
-    drawn: Drawn
+    queues: Occupancy | None
     inputs: Sequence[Input]
     title: str | None
     interactive: bool
@@ -89,7 +89,7 @@ def build_page(recording: Recording | None = None, **page: Unpack[Page]) -> str:
     if recording is not None:
         from kvprobe.reporting import recorded
 
-        view = recorded.view(recording, findings, drawn=page.get("drawn"))
+        view = recorded.view(recording, findings, page.get("queues"))
         found, shown, lead = view.verdict, view.findings, view.lead
         sections += view.sections
     if inputs:

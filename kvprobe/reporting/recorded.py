@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -48,15 +48,13 @@ from kvprobe.reporting.units import (
 from kvprobe.reporting.views import Cell, Chart, Section, TableView, left_out, table
 
 if TYPE_CHECKING:
-    from kvprobe.account import Account
     from kvprobe.diagnosis import Examination
     from kvprobe.diagnosis.finding import Finding
 
-__all__ = ["Drawn", "Submissions", "View", "draw", "judged", "submissions", "view"]
+__all__ = ["Submissions", "View", "judged", "submissions", "view"]
 
 Array = npt.NDArray[Any]
 
-_SUBMIT_CHART = "submissions"  # its identifier
 SLOWEST = 1200  # calls embedded one by one, so that zooming finds them with their names
 SAMPLED = 16  # charts of samples: the device's counters are fifteen
 FEW = 3  # values: fewer make a table, and no chart
@@ -134,56 +132,13 @@ def judged(recording: Recording, findings: Examination | None, found: Submission
     )
 
 
-@dataclass
-class Drawn:
-    """What the page shows of a recording whatever is wrong in it; `draw` makes it beside the search for causes.
-
-    Attributes:
-        found: the recording's submissions.
-        benefits: what offloads brought.
-        sections: in the page's order, without those that need the account.
-    """
-
-    found: Submissions
-    benefits: list[offload_benefit.Benefit]
-    sections: list[Section]
-
-
-def draw(recording: Recording, queues: Occupancy | None = None, found: Submissions | None = None) -> Drawn:
-    """All that needs neither findings nor account; `queues` and `found` are worked out where they are not given."""
-    found = found or submissions(recording)
-    queues = queues or (occupancy(recording) if len(found.rows) else None)
-    benefits = offload_benefit.of_recording(recording)
-    return Drawn(found, benefits, _sections(recording, found, queues, benefits))
-
-
-def view(
-    recording: Recording, findings: Examination | None, queues: Occupancy | None = None, drawn: Drawn | None = None
-) -> View:
-    """Everything the page says about a recording; charts that would be empty are left out.
-
-    `drawn` is what `draw` returned, where the caller has it already.
-    """
-    found = drawn.found if drawn is not None else submissions(recording)
-    account = findings.account if findings is not None else None
-    with ThreadPoolExecutor(1) as beside:  # the largest chart on a second core: numpy works without Python's lock
-        rows = beside.submit(rows_chart, recording, found, findings or (), account)
-        drawn = drawn or draw(recording, queues, found)
-        out = _words(recording, findings, drawn)
-        out.sections = _with_findings(recording, drawn, findings or (), account)
-        overview = next(one for one in out.sections if one.id == "overview")
-        overview.charts[:0] = [chart for chart in [rows.result()] if chart is not None]
-    for one in out.sections:
-        one.folded = one.id == "startup"
-    return out
-
-
-def _words(recording: Recording, findings: Examination | None, drawn: Drawn) -> View:
-    """What the page says first, and its findings; no section yet."""
-    found = drawn.found
+def view(recording: Recording, findings: Examination | None, queues: Occupancy | None = None) -> View:
+    """Everything the page says about a recording; charts that would be empty are left out."""
+    found = submissions(recording)
     span_ns = found.span[1] - found.span[0]
     out = View(judged(recording, findings, found))
-    out.verdict.detail = " ".join([out.verdict.detail, *(one.sentence for one in drawn.benefits)]).strip()
+    benefits = offload_benefit.of_recording(recording)
+    out.verdict.detail = " ".join([out.verdict.detail, *(one.sentence for one in benefits)]).strip()
     if found.calls > len(found.rows):
         kept = f"{percent(len(found.rows) / found.calls)} of all; the rest is in the totals"
         out.verdict.facts.append(headline.Fact("Calls kept in detail", count_text(len(found.rows)), kept))
@@ -196,32 +151,16 @@ def _words(recording: Recording, findings: Examination | None, drawn: Drawn) -> 
             out.lead = f"Nothing found: {examined}, and looked for {_looked_for(findings)}."
         else:
             out.lead = f"Not enough was recorded to tell: {examined}."
+    queues = queues or (occupancy(recording) if len(found.rows) else None)
+    account = findings.account if findings is not None else None
+    with ThreadPoolExecutor(1) as beside:  # the largest chart on a second core: numpy works without Python's lock
+        rows = beside.submit(rows_chart, recording, found, findings or (), account)
+        out.sections = _sections(recording, findings, found, queues, benefits)
+        overview = next(one for one in out.sections if one.id == "overview")
+        overview.charts[:0] = [chart for chart in [rows.result()] if chart is not None]
+    for one in out.sections:
+        one.folded = one.id == "startup"
     return out
-
-
-def _with_findings(
-    recording: Recording, drawn: Drawn, findings: Sequence[Finding], account: Account | None
-) -> list[Section]:
-    """What was drawn, with the times of findings and what needs the account; without the chart of the threads."""
-    window = recording.window or serving_window(recording)
-    span, sections = drawn.found.span, list(drawn.sections)
-    overview, below = (
-        next(i for i, one in enumerate(sections) if one.id == name) for name in ("overview", "llama_cpp")
-    )
-    spans = [
-        (float(one.window[0]), float(one.window[1]), "", True)
-        for one in findings
-        if one.severity != "info" and 0 < one.window[1] - one.window[0] < 0.7 * (span[1] - span[0])
-    ]
-    over_time = [
-        charts.shaded(one, spans, span[0]) if one.id == _SUBMIT_CHART else one for one in sections[overview].charts
-    ]
-    sections[overview] = replace(sections[overview], charts=over_time)
-    sections.insert(below + 1, charts.section("experts", *experts.expert_section(recording, account, window)))
-    if account is None:
-        return [late.late_section(None), *sections]
-    asked = requests.of_account(recording, account, window)
-    return [account_section(account), late.late_section(asked), *sections]
 
 
 def _looked_for(findings: Examination) -> str:
@@ -232,9 +171,13 @@ def _looked_for(findings: Examination) -> str:
 
 
 def _sections(
-    recording: Recording, found: Submissions, queues: Occupancy | None, benefits: list[offload_benefit.Benefit]
+    recording: Recording,
+    findings: Examination | None,
+    found: Submissions,
+    queues: Occupancy | None,
+    benefits: list[offload_benefit.Benefit],
 ) -> list[Section]:
-    """Below the account, from the charts over time to what kvprobe did itself; without what needs findings."""
+    """Below the findings, from the account to what kvprobe did itself; without the chart of the threads."""
     marks = _marks(recording, found.span)
     outstanding, cliff = streams.occupancy_charts(recording, found, queues, marks)
     stream_table, stream_lead = streams.stream_table(recording, found, queues)
@@ -242,14 +185,17 @@ def _sections(
     sampled, same = _samples(recording, found, marks)
     by_descriptor, copies = descriptors.descriptor_table(recording, window)
     pools = sizing.of_recording(recording)
+    account = findings.account if findings is not None else None
     return [
+        *([account_section(account)] if account is not None else []),
+        late.late_section(requests.of_account(recording, account, window) if account is not None else None),
         charts.section(
             "overview",
             "Over time",
             "These charts share one time axis: zoom one and all follow.",
             [
                 outstanding,
-                _timeline(recording, found, marks),
+                _timeline(recording, found, marks, findings or ()),
                 *sampled,
             ],
             [same],
@@ -267,6 +213,7 @@ def _sections(
         ),
         charts.section("server_calls", "What the server's own functions moved", _SERVED, [], [_served(recording)]),
         charts.section("llama_cpp", "llama.cpp and Ollama", _LLAMA_CPP, [], [_llama_cpp(recording)]),
+        charts.section("experts", *experts.expert_section(recording, account, window)),
         verified.section(recording),
         charts.section("offload", "Is offload helping?", offloads.LEAD, [], [offloads.benefits_table(benefits)]),
         charts.section(
@@ -337,7 +284,9 @@ def _groups(kind: Array) -> list[tuple[str, Array]]:
     return [(name, mask) for name, mask in found if mask.any()]
 
 
-def _timeline(recording: Recording, found: Submissions, marks: Sequence[Mark]) -> Chart | None:
+def _timeline(
+    recording: Recording, found: Submissions, marks: Sequence[Mark], findings: Sequence[Finding]
+) -> Chart | None:
     if len(found.rows) < FEW:
         return None
     lines, words = [], []
@@ -348,20 +297,27 @@ def _timeline(recording: Recording, found: Submissions, marks: Sequence[Mark]) -
             f"{len(durations):,} {name} (median {duration(half)}, p99 {duration(high)}, longest {duration(top)})"
         )
         lines.append(Points(name, found.start_ns[mask], durations))
+    span_ns = found.span[1] - found.span[0]
+    spans = [
+        (float(one.window[0]), float(one.window[1]), "", True)
+        for one in findings
+        if one.severity != "info" and 0 < one.window[1] - one.window[0] < 0.7 * span_ns
+    ]
     exact = series.slowest(found.dur_ns, SLOWEST) if len(found.rows) > charts.EXACT else None
     chart = charts.timeline(
-        (_SUBMIT_CHART, "Submit time", f"The whole recording has {', '.join(words)}."),
+        ("submissions", "Submit time", f"The whole recording has {', '.join(words)}."),
         lines,
         found.span,
         _SUBMIT_TIME,
-        charts.Besides(marks=marks),
+        charts.Besides(marks=marks, spans=spans),
         height=300,
         how=charts.how_drawn(lines)
         + (
             f" The {len(exact):,} longest calls have their names: zoom in and point at one."
             if exact is not None
             else ""
-        ),
+        )
+        + (" The shaded times are those of the findings above." if spans else ""),
     )
     if exact is None:
         return chart

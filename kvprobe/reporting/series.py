@@ -83,7 +83,7 @@ def bin_step(time_ns: Array, level: Array, bins: int, start_ns: float, end_ns: f
     found = bin_max(time_ns, level, bins, start_ns, end_ns)
     edges = found.start_ns + found.width_ns * np.arange(bins)
     before = np.searchsorted(time_ns, edges, side="right") - 1
-    carried = np.where(before >= 0, np.asarray(level, dtype=np.float64)[np.maximum(before, 0)], 0.0)
+    carried = np.where(before >= 0, level[np.maximum(before, 0)].astype(np.float64), 0.0)
     return Bins(found.start_ns, found.width_ns, np.fmax(found.high, carried), np.fmin(found.low, carried), found.count)
 
 

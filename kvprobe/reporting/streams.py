@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from kvprobe.recordings.assemble import among, codes, pairs, positions
+from kvprobe.recordings.assemble import among, codes, pairs, pieces, positions
 from kvprobe.recordings.model import SUBMITTING, Engine, Recording
 from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy, depth_series
 from kvprobe.reporting import charts, series
@@ -174,12 +174,14 @@ def stream_table(recording: Recording, found: Submissions, queues: Occupancy | N
     moved: dict[int, float] = {}
     executions = recording.executions
     if executions.rows:
-        on_one = executions["stream"] >= 0
-        known = slice(None) if on_one.all() else on_one
-        stream = executions["stream"][known]
-        spent = np.bincount(stream, weights=(executions["end_ns"] - executions["start_ns"])[known])
-        copies = np.flatnonzero((executions["engine"] == Engine.COPY) & on_one)
-        total = np.bincount(executions["stream"][copies], weights=executions["bytes"][copies], minlength=len(spent))
+        known = max(int(executions["stream"].max()) + 1, 0)
+        spent, total = np.zeros(known), np.zeros(known)
+        for piece in pieces(executions.rows):
+            names = ("stream", "engine", "start_ns", "end_ns", "bytes")
+            stream, engine, start, end, size = (executions[name][piece] for name in names)
+            on_one, copy = np.flatnonzero(stream >= 0), np.flatnonzero((engine == Engine.COPY) & (stream >= 0))
+            spent += np.bincount(stream[on_one], weights=(end - start)[on_one], minlength=known)
+            total += np.bincount(stream[copy], weights=size[copy], minlength=known)
         busy, moved = dict(enumerate(spent.tolist())), dict(enumerate(total.tolist()))
     queue_of = {row: queue for queue in (queues.streams if queues else ()) for row in queue.streams}
     rows: list[list[Any]] = []
