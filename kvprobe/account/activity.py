@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvprobe.account.host_functions import of_executions, of_spans
+from kvprobe.account.pageable import on_link
 from kvprobe.account.stretches import NOBODY
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, distinct, union
@@ -19,9 +20,6 @@ __all__ = ["COPY_KERNELS", "Activity", "activities"]
 
 # Kernels that copy between CPU and GPU: ours, SGLang's and LMCache's. A copy kernel is a copy.
 COPY_KERNELS = ("kvp_copy_", "transfer_kernel_impl", "multi_layer_kv_transfer", "single_layer_kv_transfer")
-
-# Of the link's rate, that a copy of pageable memory reaches on the device: 18.6 to 24.4 GB/s of 55 at 1.5 MiB (H100).
-STAGED = 0.39
 
 # A call that is inside another thread's allocation for so long waits for the lock of its context: to submit takes less.
 HELD_NS = 1_000_000
@@ -157,7 +155,7 @@ def _of_spans(joined: Joined) -> Iterator[Activity]:
     spans, coverage = joined.recording.spans, joined.recording.coverage
     process = np.concatenate((spans["process"], coverage["process"]))
     device = np.concatenate((spans["device"], coverage["device"]))
-    caller, entered, returned, begun = _submitted(joined)
+    caller, entered, returned, begun, ended = _submitted(joined)
     for number, processes, some in _gpus(joined, process, device):
         mine = np.arange(len(process)) if some is None else some
         rows = mine[mine < spans.rows]
@@ -170,7 +168,7 @@ def _of_spans(joined: Joined) -> Iterator[Activity]:
             number,
             processes,
             begun[rows],
-            spans["end_ns"][rows],
+            ended[rows],
             spans["engine"][rows] == Engine.COPY,
             spans["engine"][rows] == Engine.OTHER,
             spans["bytes"][rows],
@@ -184,18 +182,18 @@ def _of_spans(joined: Joined) -> Iterator[Activity]:
         )
 
 
-def _submitted(joined: Joined) -> tuple[Array, Array, Array, Array]:
-    """Who submitted each span, when the call was entered and had returned, and when the span's work began.
+def _submitted(joined: Joined) -> tuple[Array, Array, Array, Array, Array]:
+    """Who submitted each span, when the call was entered and had returned, and when the span's work began and ended.
 
     A span's call is the last one before it on its stream that was kept. What begins in a stream that was idle began
-    when its submission returned, by the way marks are read; launches are counted and not kept one by one. Of a copy of
-    pageable memory the device sees the end, as long as its bytes take the link: until then its caller stages it. A copy
-    whose call waited while another thread allocated or pinned memory began behind that: it is the other's.
+    when its submission returned, by the way marks are read; launches are counted and not kept one by one. A copy of
+    pageable memory is there while its bytes are on the link (see `pageable`). A copy whose call waited while another
+    thread allocated or pinned memory began behind that: it is the other's.
     """
     spans = joined.recording.spans
-    begun = spans["start_ns"].copy()
+    begun, ended = spans["start_ns"].copy(), spans["end_ns"].copy()
     start, stream, process = spans["start_ns"], spans["stream"], spans["process"]
-    submits = np.flatnonzero(among(joined.kind, SUBMITTING))
+    submits = np.flatnonzero(among(joined.kind, (*SUBMITTING, CallKind.COPY_SYNC)))
     caller = np.full(spans.rows, NOBODY, dtype=np.int64)
     entered, returned = start.copy(), start.copy()
     for one, owner in np.unique(np.stack((stream, process)), axis=1).T.tolist():
@@ -210,21 +208,24 @@ def _submitted(joined: Joined) -> tuple[Array, Array, Array, Array]:
         caller[mine[known]] = joined.caller[call]
         busy = np.append(False, start[mine][1:] <= np.maximum.accumulate(spans["end_ns"][mine])[:-1])[known]
         entered[mine[known[busy]]], returned[mine[known[busy]]] = joined.start[call[busy]], joined.end[call[busy]]
-        staged = np.flatnonzero(joined.memory[call] == Memory.PAGEABLE)
-        of = mine[known[staged]]
-        needs = (_at_link_rate(joined, of) / STAGED).astype(np.int64)
-        copies = spans["engine"][of] == Engine.COPY
-        begun[of] = np.where(copies, np.maximum(begun[of], spans["end_ns"][of] - needs), begun[of])
-        entered[of] = np.where(copies, joined.start[call[staged]], entered[of])
-        returned[of] = np.where(copies, joined.end[call[staged]], returned[of])
+        staged = (joined.memory[call] == Memory.PAGEABLE) & (spans["engine"][mine[known]] == Engine.COPY)
+        of, by = mine[known[staged]], call[staged]
+        entered[of], returned[of] = joined.start[by], joined.end[by]
+        begun[of], ended[of] = on_link(
+            (begun[of], ended[of]),
+            (entered[of], returned[of]),
+            spans["bytes"][of],
+            spans["direction"][of],
+            _at_link_rate(joined, of),
+        )
         first = np.flatnonzero((joined.end[call] > start[mine[known]]) & (spans["engine"][mine[known]] == Engine.COPY))
         holder = _holders(joined, call[first])
         of, first, holder = mine[known[first[holder >= 0]]], first[holder >= 0], holder[holder >= 0]
-        latest = spans["end_ns"][of] - _at_link_rate(joined, of).astype(np.int64)
+        latest = ended[of] - _at_link_rate(joined, of).astype(np.int64)
         begun[of] = np.maximum(begun[of], np.minimum(joined.end[holder], latest))
         caller[of] = joined.caller[holder]
         entered[of], returned[of] = joined.start[call[first]], joined.end[call[first]]
-    return caller, np.minimum(entered, _not_later(joined, caller, begun)), returned, begun
+    return caller, np.minimum(entered, _not_later(joined, caller, begun)), returned, begun, ended
 
 
 def _not_later(joined: Joined, caller: Array, begun: Array) -> Array:
