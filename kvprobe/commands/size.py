@@ -48,8 +48,9 @@ def command(inputs: tuple[Path, ...], prefill_rate: float | None, block_tokens: 
         SIZE.print(document(found))
     elif not found:
         click.echo(
-            "Undecided: the recording does not show which blocks were used; "
-            "kvprobe run records them for servers with an adapter"
+            "Undecided: the recording does not show which blocks were used. It names none, and shows no pool that "
+            "copies store to and load from again. kvprobe run records the names for servers with an adapter; a "
+            "cache of your own names its blocks with kvprobe.BlockCache"
         )
     else:
         _print(found)

@@ -36,9 +36,11 @@ def command(inputs: tuple[Path, ...], as_json: bool, window: WindowOptions) -> i
 
     Each line shows the answer, the time that threads lost, how many submissions the queue held when it was full, the
     stream, and the file. If this number varied, the greatest is shown. "not seen" means that the recording does not
-    show it. If several causes share the time lost, the next line says how much each cost. A folder stands for all
-    recordings below it; a run folder is one recording. --from, --to and --range judge a part of each recording. The
-    exit code is 1 if an input cannot be read, or has no calls in that part.
+    show it. "-" means that no queue was full, or that several streams filled a channel that they share. If several
+    causes share the time lost, the next line says how much each cost. Threads lost this time: `kvprobe report` says
+    whether the GPU waited, too. A folder stands for all recordings below it; a run folder is one recording. --from,
+    --to and --range judge a part of each recording. The exit code is 1 if an input cannot be read, or has no calls in
+    that part.
     """
     from kvprobe.durations import time_text
     from kvprobe.recordings import expand_deeply

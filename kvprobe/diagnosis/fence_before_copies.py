@@ -5,10 +5,11 @@ still runs. None of the copies can start, so the queue fills up. The next call b
 the thread that should launch the next step. Measured on an H200: one call behind a forward pass of 30 ms blocked for
 28.9 ms.
 
-Signature: a submission blocks when its stream holds as many submissions as its queue takes. (Several calls block at the
-same number, or one call blocks at a number that real queues have.) For most of the call, the stream executes nothing,
-and the call returns when the stream starts to execute. Calls that block after the stream has started have another
-cause, `launch_queue_saturation`: there, the stream executes all the time, and each call waits for one operation.
+Signature: a submission blocks when the queue of its stream is full. For most of the call, the stream executes nothing,
+and the call returns when the stream starts to execute. kvprobe takes a queue for full if several calls block with the
+same number of outstanding submissions, or if one call blocks at a depth that is known from real GPUs. Calls that block
+after the stream has started have another cause, `launch_queue_saturation`: there, the stream executes all the time, and
+each call waits for one operation.
 
 Time lost: the part of the blocked calls in which the stream executed nothing. Predicted saving: all of this time, if
 the store is submitted after the forward pass. For a deeper queue, kvprobe simulates the calls with more slots: the

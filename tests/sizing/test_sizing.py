@@ -219,4 +219,6 @@ def test_the_command_prints_and_its_exit_code_tells_whether_anything_is_decided(
 
 def test_a_recording_without_blocks_is_undecided(capsys) -> None:
     assert main(["size", str(SATURATED)]) == 1
-    assert "Undecided: the recording does not show which blocks" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Undecided: the recording does not show which blocks" in said
+    assert "shows no pool that copies store to and load from again" in said and "kvprobe.BlockCache" in said
