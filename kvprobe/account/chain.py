@@ -6,6 +6,9 @@ device is. Time taken out of the device's own work lets the device be earlier at
 thread's doing becomes shorter by as much as the thread is earlier than the device, and never by more than its length.
 So what is saved never exceeds what the account says was not computing.
 
+A call that a full queue blocks returns when the device has freed a slot. It is such a wait, too, unless it is what is
+taken out: a thread that comes earlier only waits there for longer.
+
 Work that is done one step earlier is not taken out: it only moves beside what the device does meanwhile. Of that much,
 and of no more, the device waits less.
 """
@@ -30,7 +33,10 @@ _SHORTEST_NS = 1_000  # stretches and waits that are shorter change nothing
 _MOST = 400_000  # events that are played; of more, the longest
 
 
-def saved_by_host(account: Account, caller: int, at: Array, ns: Array) -> int:
+_NONE = np.zeros(0, dtype=np.int64)
+
+
+def saved_by_host(account: Account, caller: int, at: Array, ns: Array, slots: tuple[Array, Array] | None = None) -> int:
     """By how much the GPUs that wait for a thread would have been done earlier.
 
     Args:
@@ -38,22 +44,27 @@ def saved_by_host(account: Account, caller: int, at: Array, ns: Array) -> int:
         caller: the thread, as `Joined.caller`.
         at: when time taken out of the thread ended, ns.
         ns: how much is taken out there.
+        slots: the thread's waits for a slot of a full queue that stay: when each ended, and how long it was, ns.
 
     Returns:
         wall time in ns: of the GPU that gains most; 0 where none waits for this thread.
     """
     thread = next((one for one in account.threads if one.caller == caller), None)
-    return max((_on_gpu(gpu, thread, caller, at, ns) for gpu in account.gpus if gpu.seen), default=0)
+    stay = slots if slots is not None else (_NONE, _NONE)
+    return max((_on_gpu(gpu, thread, caller, (at, ns), stay) for gpu in account.gpus if gpu.seen), default=0)
 
 
-def _on_gpu(gpu: GpuAccount, thread: ThreadAccount | None, caller: int, at: Array, ns: Array) -> int:
+def _on_gpu(
+    gpu: GpuAccount, thread: ThreadAccount | None, caller: int, taken: tuple[Array, Array], slots: tuple[Array, Array]
+) -> int:
     cut = gpu.stretches
     late = (cut.caller == caller) & among(cut.line, (*COPIES, *HOST))
     late &= cut.ns >= _SHORTEST_NS
     if not late.any():
         return 0
-    times, sizes = [at, cut.end[late]], [ns, cut.ns[late]]
-    kinds = [np.full(len(at), _TAKEN), np.full(int(late.sum()), _IDLE)]
+    stay = slots[1] >= _SHORTEST_NS
+    times, sizes = [taken[0], cut.end[late], slots[0][stay]], [taken[1], cut.ns[late], slots[1][stay]]
+    kinds = [np.full(len(taken[0]), _TAKEN), np.full(int(late.sum()), _IDLE), np.full(int(stay.sum()), _WAIT)]
     if thread is not None:
         waits = thread.waits_to - thread.waits_from >= _SHORTEST_NS
         times.append(thread.waits_to[waits])

@@ -47,13 +47,20 @@ class ExplainedTime:
 class Explainer:
     """Gives causes their part of the account, one after the other; all savings together stay within what it waits."""
 
-    def __init__(self, account: Account) -> None:
-        """Of an account that nobody has claimed anything of."""
+    def __init__(self, account: Account, slots: tuple[Array, Array, Array]) -> None:
+        """Of an account that nobody has claimed anything of.
+
+        Args:
+            account: of the recording.
+            slots: the calls that a full queue blocked, whoever claims them: when each began and ended, and its thread.
+        """
         self.account = account
+        self._slots = slots
         self._left_ns = max((gpu.not_computing_ns for gpu in account.gpus if gpu.seen), default=0)
         # What can be saved without fewer or faster copies: beyond it the link is busy for longer than kernels run.
+        # Of pauses between operations, only what a full queue is shown to explain is added, where it claims them.
         self._moved_left_ns = max(
-            (gpu.not_computing_ns - gpu.link_alone_ns for gpu in account.gpus if gpu.seen), default=0
+            (gpu.ns(*COPIES, *HOST) - gpu.link_alone_ns for gpu in account.gpus if gpu.seen), default=0
         )
         self._window_ns = max((gpu.window_ns for gpu in account.gpus if gpu.seen), default=0)
 
@@ -79,21 +86,29 @@ class Explainer:
             if waits:
                 saved += self._idle_in(start[rows], end[rows], one)
             elif number < _CALLERS:
-                saved += saved_by_host(account, one, end[rows], ns[rows])
+                saved += self._saved(one, start[rows], end[rows], ns[rows])
             got = [account.claim(cause, start[rows], end[rows], HOST, becomes=proves, caller=one)]
             if not waits:
                 most = self._movable if fills else None
                 got.append(account.claim(cause, start[rows], end[rows], COPIES, caller=one, most_ns=most))
             if fills:  # what filled the queue had been submitted, and stood still, whatever it stood behind
                 stood = (Line.NOT_KNOWN, Line.ELSEWHERE)
-                got.append(account.claim(cause, start[rows], end[rows], stood, becomes=proves, caller=NOBODY))
+                paused = account.claim(cause, start[rows], end[rows], stood, becomes=proves, caller=NOBODY)
+                self._moved_left_ns += max(paused.values(), default=0)
+                got.append(paused)
             for part in got:
                 for gpu, more in part.items():
                     claimed[gpu] = claimed.get(gpu, 0) + more
         if fills:
             saved = max(min(saved, self._moved_left_ns), 0)
-            self._moved_left_ns -= saved
+            self._moved_left_ns -= max(saved, max(claimed.values(), default=0))  # what one explains, no other saves
         return self._explained(claimed, open_ns, saved)
+
+    def _saved(self, caller: int, start: Array, end: Array, ns: Array) -> int:
+        """Wall time that a thread's calls cost, of which `ns` is taken out; its other waits for a slot stay."""
+        began, ended, whose = self._slots
+        stay = (whose == caller) & ~np.isin(began, start)
+        return saved_by_host(self.account, caller, end, ns, (ended[stay], (ended - began)[stay]))
 
     def _movable(self, gpu: GpuAccount) -> int:
         """Of the time of copies alone, what kernels could hide and no full queue explains yet.
@@ -110,7 +125,7 @@ class Explainer:
         if account.main is None or not any(one.kernels for one in account.gpus):
             return ExplainedTime()
         callers = sorted(distinct(caller).tolist(), key=lambda one: -int(ns[caller == one].sum()))[:_CALLERS]
-        saved = sum(saved_by_host(account, one, end[caller == one], ns[caller == one]) for one in callers)
+        saved = sum(self._saved(one, start[caller == one], end[caller == one], ns[caller == one]) for one in callers)
         return ExplainedTime(None, account.main.window_ns, self._after_last_kernel(start, end), saved)
 
     def copies(self, cause: str, start: Array, end: Array, lost_ns: int, device: Array | None = None) -> ExplainedTime:

@@ -11,9 +11,10 @@ same number of outstanding submissions, or if one call blocks at a depth that is
 after the stream has started have another cause, `launch_queue_saturation`: there, the stream executes all the time, and
 each call waits for one operation.
 
-Time lost: the part of the blocked calls in which the stream executed nothing. Predicted saving: all of this time, if
-the store is submitted after the forward pass. For a deeper queue, kvprobe simulates the calls with more slots: the
-first copy that finds no slot blocks for the rest of the forward pass.
+Time lost: how much longer these calls took than with a free slot. Predicted saving: all of this time, if the store is
+submitted after the forward pass. But if further calls of the thread block because the queue stays full, the thread only
+waits there for longer, and kvprobe predicts little. For a deeper queue, kvprobe simulates the calls with more slots:
+the first copy that finds no slot blocks for the rest of the forward pass.
 """
 
 from __future__ import annotations

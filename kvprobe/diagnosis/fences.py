@@ -21,13 +21,13 @@ POOL = 5
 
 
 def still_by_waits(joined: JoinedRecording, stream: int, rows: Array, ns: Array) -> Array:
-    """Ns that each blocked call of a stream stood behind a fence, told by the host alone.
+    """Which blocked calls of a stream stood behind a fence, told by the host alone.
 
     A queue that drains holds each call for the time of one copy. The one call that it holds many times as long, the
     first to be blocked after the stream was told to wait for an event, waits for that event; of a stream that was never
     told, the first to be blocked after calls that were not.
     """
-    still = np.zeros(len(rows), dtype=np.int64)
+    still = np.zeros(len(rows), dtype=bool)
     if not len(rows):
         return still
     order = np.argsort(joined.start[rows], kind="stable")
@@ -42,7 +42,7 @@ def still_by_waits(joined: JoinedRecording, stream: int, rows: Array, ns: Array)
     others = ns[order[~first]]
     usual = float(np.median(others)) if len(others) else 0.0
     long = first & (ns[order] > np.maximum(STILL_NS, TIMES * usual))
-    still[order[long]] = ns[order[long]]
+    still[order[long]] = True
     return still
 
 

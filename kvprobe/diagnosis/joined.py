@@ -160,7 +160,10 @@ class JoinedRecording(Joined):
     @cached_property
     def explainer(self) -> Explainer:
         """Gives causes their part of the account."""
-        return Explainer(self.account)
+        from kvprobe.diagnosis.queue_full import queue_blocked  # which is made of this module
+
+        blocked = np.flatnonzero(queue_blocked(self)) if self.account.seen else np.zeros(0, dtype=np.int64)
+        return Explainer(self.account, (self.start[blocked], self.end[blocked], self.caller[blocked]))
 
     # ---- what was usual -----------------------------------------------------------------------------------------
 

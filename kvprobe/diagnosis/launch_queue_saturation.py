@@ -216,14 +216,8 @@ def find(joined: JoinedRecording) -> Finding | None:
         evidence=[*_of_calls(joined, found), *_of_queues(found), *_of_kinds(joined.kind[rows], ns)],
         cure=_cure(joined, found),
         reason="the depth is approximate while CUDA graphs are in the queue" if graphs else "",
-        chart=cliff(joined, _mostly(joined, rows, ns)),
+        chart=cliff(joined, rows),
     )
-
-
-def _mostly(joined: JoinedRecording, rows: Array, ns: Array) -> Array:
-    """Of blocked calls those that lost most of their time to this; all, where none did."""
-    own: Array = rows[2 * ns >= joined.dur[rows]]
-    return own if len(own) else rows
 
 
 def _of_calls(joined: JoinedRecording, found: Full) -> list[Evidence]:
@@ -231,9 +225,6 @@ def _of_calls(joined: JoinedRecording, found: Full) -> list[Evidence]:
     rows, lost = found.rows["saturation"], int(found.ns["saturation"].sum())
     labelled, inferred = sum(q.labelled_ns for q in found.queues), sum(q.inferred_ns for q in found.queues)
     baseline, typical = float(np.median(joined.occupancy.baseline_ns[rows])), float(np.median(joined.dur[rows]))
-    own = _mostly(joined, rows, found.ns["saturation"])
-    others = len(rows) - len(own)
-    beside = f". This leaves out {others:,} calls that lost most of their time to something else" if others else ""
     evidence = [
         Evidence(
             f"{len(rows):,} calls met a full queue, with {range_of(joined.occupancy.depth[rows])} submissions "
@@ -244,7 +235,7 @@ def _of_calls(joined: JoinedRecording, found: Full) -> list[Evidence]:
         ),
         Evidence(
             f"with a free slot, such a call takes {ms(baseline)}; here it took {ms(typical)} (median) and up to "
-            f"{ms(int(joined.dur[own].max()))}{beside}",
+            f"{ms(int(joined.dur[rows].max()))}",
             typical,
             "ns",
             MEASURED,

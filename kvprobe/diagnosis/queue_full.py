@@ -2,7 +2,8 @@
 
 Depth, ceiling and blocked time come from `recordings.occupancy`. Here they are split, each call to one shape:
 
-* fence: for most of the call nothing of its stream executed, because the stream waited for something else;
+* fence: for most of the call nothing of its stream executed, because the stream waited for something else. What is
+  left of the call is the fence's as well: so each call counts once;
 * alias: most of what filled the stream was put there by another thread, which copies, while the caller works elsewhere;
 * channels: the caller's own stream was far from full, the channel that it shares with others was;
 * saturation: the rest: one stream, more submissions than it takes.
@@ -186,7 +187,7 @@ def _by_other_thread(joined: JoinedRecording, queue: StreamOccupancy, rows: Arra
 
 
 def _standing_still(joined: JoinedRecording, queue: StreamOccupancy, rows: Array) -> Array:
-    """Ns of each blocked call in which nothing of its queue executed, where the queue moved on at the call's end."""
+    """Which blocked calls stood behind a fence: for most of the call nothing of its queue executed, and then it did."""
     table = joined.recording.executions
     theirs = among(table["stream"], queue.streams or [queue.stream])
     cover = Cover(joined.x_start[theirs], joined.x_end[theirs])
@@ -197,7 +198,8 @@ def _standing_still(joined: JoinedRecording, queue: StreamOccupancy, rows: Array
     # Something of the queue must begin in the call or right after it, else it was not the queue that moved.
     moved = at < len(begins)
     moved[moved] = begins[at[moved]] <= end[moved] + 1_000_000
-    return np.where(moved & (2 * still > end - start) & (still > STANDING_NS), still, 0)
+    standing: Array = moved & (2 * still > end - start) & (still > STANDING_NS)
+    return standing
 
 
 def full(joined: JoinedRecording) -> Full:
@@ -263,18 +265,12 @@ def _split(joined: JoinedRecording) -> Full:
             rows, ns = rows[~roomy], ns[~roomy]
         alias = _by_other_thread(joined, queue, rows)
         seen = joined.recording.has_executions
-        still = _standing_still(joined, queue, rows) if seen else still_by_waits(joined, queue.stream, rows, ns)
-        still = np.minimum(still, ns)
-        still[alias] = 0
-        fenced = still > 0
-        for shape, mask, lost in (
-            ("alias", alias, ns),
-            ("fence", fenced, still),
-            ("saturation", ~alias, ns - still),
-        ):
-            mask = mask & (lost > 0)
+        fenced = _standing_still(joined, queue, rows) if seen else still_by_waits(joined, queue.stream, rows, ns)
+        fenced &= ~alias
+        for shape, mask in (("alias", alias), ("fence", fenced), ("saturation", ~alias & ~fenced)):
+            mask = mask & (ns > 0)
             rows_of[shape].append(rows[mask])
-            ns_of[shape].append(lost[mask])
+            ns_of[shape].append(ns[mask])
         taken[rows] = True
     for shape in SHAPES:
         result.rows[shape] = np.concatenate([none, *rows_of[shape]])
@@ -348,7 +344,7 @@ def _lonely(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Arr
         & (excess > STANDING_NS)
         & (joined.memory[queue.calls] != Memory.PAGEABLE)
     ]
-    still = _standing_still(joined, queue, top) > 0
+    still = _standing_still(joined, queue, top)
     fenced = still.copy()
     if not depth:  # then the fence itself must be seen: a wait, and the kernel that is waited for
         told = ascending(joined.start[joined.is_named("streamwaitevent") & (joined.stream == queue.stream)])

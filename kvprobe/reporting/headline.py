@@ -384,8 +384,8 @@ def call_text(call: TracedCall, direction: str, stream: str) -> str:
     way = f", {direction}," if direction else ""
     where = f" on {stream}" if stream else ""
     thread = f" in thread {call.thread}" if call.thread >= 0 else ""
-    longer = call.lost_ns > call.dur_ns
-    cost = f"took {duration(call.dur_ns)}" + (f", and its copy cost {duration(call.lost_ns)}," if longer else "")
+    longer, what = call.lost_ns > call.dur_ns, "its copy" if direction else "what it submitted"
+    cost = f"took {duration(call.dur_ns)}" + (f", and {what} cost {duration(call.lost_ns)}," if longer else "")
     return f"{way} {cost}{where}{thread}"
 
 

@@ -93,6 +93,15 @@ def test_a_wait_for_the_device_makes_the_thread_as_late_as_the_device():
     assert saved(account, (2, 15)) == 15
 
 
+def test_a_wait_for_a_slot_that_stays_makes_the_thread_as_late_as_the_device():
+    pieces = [(10, C, -1), (10, P, 1), (30, C, -1), (10, P, 1), (50, C, -1)]
+    found: Any = Account([gpu(*pieces)], [])
+    early, late = (np.array([at * US]) for at in (5, 25))
+    took = np.array([15 * US])
+    assert saved_by_host(found, 1, early, took) == 15 * US
+    assert saved_by_host(found, 1, early, took, (late, took)) == 10 * US  # 5 us more are waited at 25
+
+
 def test_a_wait_below_a_microsecond_changes_nothing_and_one_of_a_microsecond_does():
     pieces = [(10, P, 1), (30, C, -1), (10, P, 1), (50, C, -1)]
     account = Account([gpu(*pieces)], [Thread(1, np.array([12_000]), np.array([12_999]))])
