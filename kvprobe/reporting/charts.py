@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvprobe.diagnosis.finding import singular
 from kvprobe.reporting import series
 from kvprobe.reporting.units import count_text, duration, moved_text, number_text, percent, rate
 from kvprobe.reporting.views import Chart, Section, TableView, numbers, table
@@ -361,7 +362,7 @@ def plain(identifier: str, chart: Mapping[str, Any]) -> Chart:
         shown = series.slowest(y, 40)
         rows += [[name, (_shown(x_unit, x[i]), x[i]), (_shown(y_unit, y[i]), y[i])] for i in shown.tolist()]
     words = "; ".join(
-        f"{name}: {len(x):,} points, highest {_shown(y_unit, y.max())}" for name, (x, y, _) in named.items()
+        singular(f"{name}: {len(x):,} points, highest {_shown(y_unit, y.max())}") for name, (x, y, _) in named.items()
     )
     return Chart(
         identifier,

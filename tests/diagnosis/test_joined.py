@@ -161,4 +161,4 @@ def test_one_call_is_said_as_one():
     )
     assert singular("1 large copies ran") == "1 large copy ran"
     assert singular("1 calls were entered, 21 calls are 1.1 calls") == "1 call was entered, 21 calls are 1.1 calls"
-    assert singular("3 ranks of 1 recordings, 1 ranks of 2") == "3 ranks of 1 recording, 1 rank of 2"
+    assert singular("3 ranks of 1 recordings, 1 points, 1 ranks of 2") == "3 ranks of 1 recording, 1 point, 1 rank of 2"
