@@ -104,7 +104,11 @@ def _waited(finding: Finding) -> str:
 
     if finding.device_ns is None or finding.lost_on in ("device", "none"):
         return ""
-    return f"; the GPU waited {duration(finding.device_ns)} for it" if finding.device_ns else "; the GPU did not wait"
+    return (
+        f"; the GPU waited {duration(finding.device_ns)} for it"
+        if finding.device_ns
+        else "; the GPU did not wait for it"
+    )
 
 
 def _print_beside(recording: Recording) -> None:

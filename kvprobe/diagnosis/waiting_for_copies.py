@@ -117,7 +117,8 @@ def find(joined: JoinedRecording) -> Finding | None:
     promised = joined.account.claimed_ns(gpu, WEIGHTS, COPIES)
     hidden = gpu.ns(Line.COMPUTING) - _beside(joined, gpu) - promised  # what computes can hide only so much, once
     first = HELD if 2 * int(copies.held.sum()) > len(rows) else _ahead(joined)
-    beside = _beside_compute(by_direction, waited.change(first), min(hidden / lost, 1.0) if lost else 1.0)
+    changes = waited.change(first), waited.change(BEHIND)
+    beside = _beside_compute(by_direction, changes, min(hidden / lost, 1.0) if lost else 1.0)
     fewer = [FEWER_STORES if [name for name, _ in by_direction] == [STORES] else FEWER]
     if promised:
         evidence.append(_no_more(promised))
@@ -246,11 +247,12 @@ def _beside(joined: JoinedRecording, gpu: GpuAccount) -> int:
     return int(Cover(seen.start[copies], seen.end[copies]).intersect_ns(computing))
 
 
-def _beside_compute(by_direction: list[tuple[str, int]], loading: Change, hidden: float) -> list[Change]:
+def _beside_compute(by_direction: list[tuple[str, int]], changes: tuple[Change, Change], hidden: float) -> list[Change]:
     """A change for each direction, with its part of what compute could have hidden, 0 to 1; none for a trifle."""
     spent = dict(by_direction)
     total = max(sum(spent.values()), 1)
-    parts = [(loading, spent.get(LOADS, 0)), (BEHIND, spent.get(STORES, 0)), (ALONE, spent.get(INSIDE, 0))]
+    loading, storing = changes
+    parts = [(loading, spent.get(LOADS, 0)), (storing, spent.get(STORES, 0)), (ALONE, spent.get(INSIDE, 0))]
     parts.sort(key=lambda one: -one[1])
     if not spent:
         parts = parts[:2]
