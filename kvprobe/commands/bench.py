@@ -107,6 +107,7 @@ def _show_overhead(outcome: dict[str, Any]) -> None:
     from rich.table import Table
 
     from kvprobe.commands._overhead import LEVELS, WORK
+    from kvprobe.commands._tables import print_table
     from kvprobe.reporting.units import duration
 
     where = "the embedded host runtime" if outcome["provider"] == "host" else "the GPU"
@@ -120,7 +121,7 @@ def _show_overhead(outcome: dict[str, Any]) -> None:
     for name, text in WORK.items():
         figures = outcome["figures"][name]
         table.add_row(text, duration(figures["off"]["median"]), *(_ratio(figures[level]) for level in LEVELS[1:]))
-    Console().print(table)
+    print_table(Console(), table, wrapped=("", *LEVELS[1:]))
 
 
 @contextlib.contextmanager
@@ -340,6 +341,8 @@ def _show(outcome: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from kvprobe.commands._tables import print_table
+
     console = Console()
     ran = outcome["policies"]
     what = "the embedded host runtime" if outcome["provider"] == "host" else "the GPU"
@@ -360,7 +363,7 @@ def _show(outcome: dict[str, Any]) -> None:
             if policy != "shared":
                 cells.append(_ratio(one))
         table.add_row(text, *cells)
-    console.print(table)
+    print_table(console, table, wrapped=("", "of shared (range)"))
     most = max(one["median"] for one in ran["figures"]["bytes_per_s"].values())
     slow = "; it carries more, as the policies show" if most > ran["link_bytes_per_s"] else ""
     console.print(
@@ -394,7 +397,7 @@ def _show(outcome: dict[str, Any]) -> None:
         cells.append(_ratio(speed["batch"]) if "batch" in speed else "-")
         cells += [f"{submit[method]['median'] / 1e3:.2f}" if method in submit else "-" for method in ("loop", "batch")]
         table.add_row(*cells)
-    console.print(table)
+    print_table(console, table, wrapped=("batch/loop (range)", "µs a copy: loop"))
 
 
 def _amount(name: str, value: float) -> str:

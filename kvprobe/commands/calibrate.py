@@ -70,6 +70,7 @@ def _show(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from kvprobe.commands._tables import print_table
     from kvprobe.reporting.calibrated import way
 
     console, link, queue = Console(), result["link_bytes_per_s"], result["queue"]
@@ -86,15 +87,15 @@ def _show(result: dict[str, Any]) -> None:
         sizes = [one["copy_bytes"] for one in rows[0]["measured"]]
         shown = [size for size in sizes if size in (1024, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20)]
         table = Table(title=f"{word}, scattered copies, GB/s (one large copy: {link[kind] / 1e9:.1f})")
-        table.add_column("KiB", no_wrap=True)
+        table.add_column("KiB")
         for name in (*(f"{size >> 10:,}" for size in shown), "memory", "products"):
-            table.add_column(name, justify="right", no_wrap=True)
+            table.add_column(name, justify="right")
         for row in rows:
             rates = {one["copy_bytes"]: one["bytes_per_s"] / 1e9 for one in row["measured"]}
             name = f"{row['method']} x{row['ctas']}" if row["ctas"] else row["method"]
             price = [f"{row[one]:.1%}" if row["ctas"] else "-" for one in ("slowdown", "product")]
             table.add_row(name, *(f"{rates[size]:.1f}" for size in shown), *price)
-        console.print(table)
+        print_table(console, table, spared=("1", "4,096", "4", "256", "1,024"), rest="--json")
         chosen = [one for one in result["choices"] if one["direction"] == kind and one["copy_bytes"] in shown]
         console.print(
             "kernel x2: 2 CTAs; memory, products: what a memory-bound kernel and matrix products lose beside it",

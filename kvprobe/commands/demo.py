@@ -225,6 +225,7 @@ def show(outcome: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from kvprobe.commands._tables import print_table
     from kvprobe.diagnosis.finding import singular
     from kvprobe.reporting.units import duration, link_share
 
@@ -251,7 +252,7 @@ def show(outcome: dict[str, Any]) -> None:
     table.add_section()  # of whole phases, before the switch and after it
     table.add_row("GB moved in the whole phase", *(f"{one['bytes'] / 1e9:.2f}" for one in (shared, auto)))
     console = Console()
-    console.print(table)
+    print_table(console, table, wrapped=("",))
     console.print(
         f"one submission (median): {duration(outcome['baseline_submit_ns'])} with one request at a time, "
         f"{duration(shared['submit_p50_ns'])} on the shared stream",

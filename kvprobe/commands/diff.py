@@ -112,6 +112,7 @@ def _print(conclusion: Conclusion, changes: list[FindingChange], calls: list[Cal
     from rich.text import Text
 
     from kvprobe.commands._reading import plain
+    from kvprobe.commands._tables import print_table, width_limit
     from kvprobe.reporting.compare import interval
     from kvprobe.reporting.compared import cost_text
     from kvprobe.reporting.units import change_text, duration
@@ -153,13 +154,11 @@ def _print(conclusion: Conclusion, changes: list[FindingChange], calls: list[Cal
         padding=(0, 2, 0, 0),
         header_style="dim",
     )
-    wide = console.width >= 78
+    wide = width_limit(console) >= 78
     moved_much = any({one.median.verdict, one.p99.verdict} & {"faster", "slower"} for one in calls)
     names = ("Call", "Before", "After", "Change", *(["95% interval"] if wide else []), *(["Verdict"] * moved_much))
     for name in names:
-        grid.add_column(
-            name, justify="left" if name in ("Call", "Verdict") else "right", no_wrap=name != "Call", overflow="fold"
-        )
+        grid.add_column(name, justify="left" if name in ("Call", "Verdict") else "right")
     for one in calls:
         grid.add_row(Text(plain(one.name)), f"{one.calls_before:,}", f"{one.calls_after:,}")
         for figure, moved in (("median", one.median), ("p99", one.p99)):
@@ -170,4 +169,4 @@ def _print(conclusion: Conclusion, changes: list[FindingChange], calls: list[Cal
                 moved_by, sure = "unsure", ""
             shown = verdict if moved.verdict in ("faster", "slower") else Text("")
             grid.add_row(f"  {figure}", *times, moved_by, *([sure] if wide else []), *([shown] * moved_much))
-    console.print(grid)
+    print_table(console, grid, wrapped=("Call",))

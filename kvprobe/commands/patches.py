@@ -68,10 +68,12 @@ def command(as_json: bool, servers: tuple[str, ...], check_newest: bool, version
     from rich.console import Console
     from rich.table import Table
 
+    from kvprobe.commands._tables import print_table
+
     console = Console()
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("adapter", "installed", "for", "state"):
-        grid.add_column(name, no_wrap=name == "adapter", overflow="fold")
+        grid.add_column(name)
     for row in rows:
         if row["server"] in absent:
             continue
@@ -79,7 +81,7 @@ def command(as_json: bool, servers: tuple[str, ...], check_newest: bool, version
         state = f"{row['state']}: {row['reason']}" if row["reason"] else row["state"]
         grid.add_row(row["adapter"], installed, row["versions"], state)
     if grid.row_count:
-        console.print(grid)
+        print_table(console, grid, wrapped=("installed", "for", "state"), spared=("for",), rest="--json")
     if absent:
         console.print(
             f"not installed in this environment: {', '.join(absent)} (-v lists their adapters). A server of another "

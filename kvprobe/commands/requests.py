@@ -131,23 +131,27 @@ def _print(told: Requests) -> None:
     from rich.text import Text
 
     from kvprobe.commands._reading import plain
+    from kvprobe.commands._tables import print_table
     from kvprobe.reporting import late
+    from kvprobe.reporting.units import NONE
 
     console = Console(highlight=False)
     console.soft_wrap = not console.is_terminal
     for sentence in late.sentences(told):
         console.print(Text(plain(sentence)))
-    for title, columns, rows in (
-        ("Steps by phase", late.PHASE_COLUMNS, late.phase_rows(told)),
-        ("Late requests", late.REQUEST_COLUMNS, late.request_rows(told)),
-        ("Late steps", late.STEP_COLUMNS, late.step_rows(told)),
+    for title, columns, rows, spared in (
+        ("Steps by phase", late.PHASE_COLUMNS, late.phase_rows(told), ("Late from",)),
+        ("Late requests", late.REQUEST_COLUMNS, late.request_rows(told), ("Late steps", "Late tokens")),
+        ("Late steps", late.STEP_COLUMNS, late.step_rows(told), ("Requests", "Took", "Phase")),
     ):
         if not rows:
             continue
         console.print(Text(f"\n{title}", style="bold"))
         grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-        for name in columns:
-            grid.add_column(Text(name), no_wrap=True)
+        told_of = [i for i in range(len(columns)) if any(row[i] != NONE for row in rows)]
+        for i in told_of:
+            grid.add_column(Text(columns[i]))
         for row in rows:
-            grid.add_row(*(Text(plain(str(cell))) for cell in row))
-        console.print(grid)
+            grid.add_row(*(Text(plain(row[i])) for i in told_of))
+        wrapped = ("Request", "Mostly", "Cause", "Longest call")
+        print_table(console, grid, wrapped=wrapped, spared=spared, rest="--json")

@@ -78,6 +78,7 @@ def _print(found: Sequence[Sizing]) -> None:
     from rich.text import Text
 
     from kvprobe.commands._reading import plain
+    from kvprobe.commands._tables import print_table
     from kvprobe.reporting.sized import COLUMNS, pool_name, rows, sentences
 
     console = Console(highlight=False)
@@ -88,7 +89,7 @@ def _print(found: Sequence[Sizing]) -> None:
             console.print(Text(plain(sentence)))
         grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
         for name in COLUMNS:
-            grid.add_column(Text(name), justify="right" if name else "left", no_wrap=True)
+            grid.add_column(Text(name), justify="right" if name else "left")
         for row in rows(one):
             grid.add_row(*(Text(plain(cell)) for cell in row))
-        console.print(grid)
+        print_table(console, grid, wrapped=("",), spared=COLUMNS[:0:-1], rest="--json")

@@ -437,8 +437,11 @@ def _us(ns: float | None) -> str:
 def _print(views: list[ProcessView], offloads: list[Benefit], requests: list[WaitsNow]) -> None:
     from rich.console import Console
 
+    from kvprobe.commands._tables import width_limit
+
     console = Console()
-    console.print(render(views, width=console.width, offloads=offloads, requests=requests))
+    width = console.width = width_limit(console)
+    console.print(render(views, width=width, offloads=offloads, requests=requests))
 
 
 def _watch(live: Any, interval: float, told: Told) -> None:

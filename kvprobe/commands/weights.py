@@ -121,6 +121,8 @@ def _predict(model: Path, as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from kvprobe.commands._tables import print_table
+
     console = Console()
     console.print(
         f"Coded, {_mib(coded)} of these {_mib(total)} of weights would travel: {coded / total:.3f}. Predicted from "
@@ -135,7 +137,7 @@ def _predict(model: Path, as_json: bool) -> None:
             table.add_row(one.dtype, _mib(one.bytes), _mib(one.sample_bytes), f"{one.share:.3f}")
         else:
             table.add_row(one.dtype, _mib(one.bytes), "not coded", "as it is")
-    console.print(table)
+    print_table(console, table, wrapped=("", "layer"))
 
 
 def _is_recording(folder: Path) -> bool:
@@ -380,6 +382,8 @@ def _show_recorded(found: list[dict[str, Any]], as_json: bool) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from kvprobe.commands._tables import print_table
+
     for one in found:
         table = Table(
             title=f"Process {one['process']}: {one['copies']:,} copies to the GPU, {_mib(one['bytes'])}, "
@@ -395,7 +399,7 @@ def _show_recorded(found: list[dict[str, Any]], as_json: bool) -> None:
             ("bound: max(load, computation)", "bound_ns"),
         ):
             table.add_row(text, time_text(one[name]))
-        Console().print(table)
+        print_table(Console(), table, wrapped=("",))
 
 
 def _summary(profile: WeightProfile) -> list[list[Any]]:
@@ -418,6 +422,8 @@ def _show(outcome: dict[str, Any], profile: WeightProfile) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from kvprobe.commands._tables import print_table
+
     console = Console()
     found = verdict(profile)
     console.print(found.headline, found.detail, sep="\n", highlight=False)
@@ -430,13 +436,13 @@ def _show(outcome: dict[str, Any], profile: WeightProfile) -> None:
         table.add_column(name, justify="left" if not name else "right")
     for text, (time, _), (share, _) in _summary(profile):
         table.add_row(text, time, share)
-    console.print(table)
+    print_table(console, table, wrapped=("", "layer"))
     table = Table(title="Windows: forward time")
     for name in ("layers ahead", "predicted", "measured"):
         table.add_column(name, justify="right")
     for name, ns in profile.predicted.items():
         table.add_row(name, time_text(ns), _cell(profile.measured.get(name))[0])
-    console.print(table)
+    print_table(console, table, wrapped=("", "layer"))
     table = Table(title=f"{outcome['offloaded_layers']} {outcome['grain']} in CPU memory")
     for name in ("layer", "size", "copy", "computation", "exposed wait", "hidden"):
         table.add_column(name, justify="left" if name == "layer" else "right")
@@ -449,7 +455,7 @@ def _show(outcome: dict[str, Any], profile: WeightProfile) -> None:
             time_text(one.wait_ns),
             f"{one.hidden:.0%}",
         )
-    console.print(table)
+    print_table(console, table, wrapped=("", "layer"))
     console.print(
         f"GPU memory for weights: {_mib(outcome['gpu_bytes'])} of {_mib(outcome['limit_bytes'])} allowed; "
         f"pinned: {_mib(outcome['pinned_bytes'])}, allocated in {time_text(outcome['pin_ns'])}",
