@@ -210,7 +210,7 @@ def _print(findings: Examination, limits: Sequence[CheckedLimit]) -> None:
     for line in account_lines(findings.account):
         click.echo(plain(line))
     for one in limits:
-        word = "FAIL" if one.broken else "skip" if one.undecided else "ok  "
+        word = "FAIL" if one.broken else "undecided" if one.undecided else "ok  "
         click.echo(plain(f"{word}  {one.title}: {one.said}"))
         if one.broken and one.detail:
             click.echo(plain(f"      {one.detail}"))
@@ -226,7 +226,7 @@ def _of_account(found: Examination, name: str, most: float) -> CheckedLimit:
 
     worst = worst_share(found.account, name)
     if worst.share is None:
-        lacks = "it does not show what the GPU did; record with device activity"
+        lacks = "the recording does not show what the GPU did; record with device activity"
         return CheckedLimit(name, percent(most), "not known", False, undecided=lacks)
     broken = worst.share < most if name.startswith("min") else worst.share > most
     said = f"{percent(worst.share)}, {duration(worst.ns)}"

@@ -166,7 +166,7 @@ def _print(conclusion: Conclusion, changes: list[FindingChange], calls: list[Cal
             moved_by = "unchanged" if moved.verdict == "same" else change_text(moved.ratio)
             sure, verdict = interval(moved), Text(moved.verdict, style=styles.get(moved.verdict, "dim"))
             if moved.verdict == "unsure":
-                moved_by, sure = "unsure", ""
+                moved_by = "unsure"
             shown = verdict if moved.verdict in ("faster", "slower") else Text("")
             grid.add_row(f"  {figure}", *times, moved_by, *([sure] if wide else []), *([shown] * moved_much))
     print_table(console, grid, wrapped=("Call",))

@@ -231,8 +231,9 @@ def _queue(runtime: Runtime) -> Iterator[Check]:
     yield Check(
         "launch queue",
         "channels",
-        f"{limits.channels}, shared by all streams; {limits.capacity:,} submissions to many streams fitted, measured",
-        GOOD if limits.channels >= 4 else BAD,
+        f"{limits.channels}, shared by all streams, measured: {limits.capacity:,} submissions to many streams fitted, "
+        f"about {limits.channels} queues of {limits.depth:,}",
+        BAD if limits.channels < 4 else NOTE if todo else GOOD,
         todo,
     )
     value = f"{time_text(limits.baseline_ns)} while the queue has free slots, p99 {time_text(limits.p99_ns)}"
@@ -284,7 +285,7 @@ def _environment() -> Iterator[Check]:
     for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_DEVICE_MAX_COPY_CONNECTIONS"):
         value = os.environ.get(name)
         if value is None:
-            yield Check("environment", name, "not set", GOOD, "the channels above are the default; 32 at most")
+            yield Check("environment", name, "not set", NOTE, "the channels above are the default; 32 at most")
         elif not (value.isascii() and value.isdigit() and 1 <= int(value) <= 32):
             yield Check("environment", name, value, BAD, "not a number from 1 to 32: the driver ignores it")
         else:

@@ -43,8 +43,9 @@ def command(
 ) -> None:
     """Read recordings of Nsight Systems, the PyTorch profiler or kvprobe and write a page that says what is wrong.
 
-    Several inputs are judged together. A folder with one file for each rank is judged in the same way. The page first
-    compares the inputs, and then has a section for each input. The page is one file that opens without a network.
+    Several inputs are the ranks of one job, which are judged together. A folder with one file for each rank is judged
+    in the same way. The page first compares the inputs, and then has a section for each input. The page is one file
+    that opens without a network.
     """
     from kvprobe.reporting import check_writable, write_report
     from kvprobe.reporting.headline import NO_CAUSE, terminal_lines
@@ -53,7 +54,6 @@ def command(
     refuse_input(output, inputs)
     from kvprobe.commands._reading import diagnosed_apart, plain
     from kvprobe.diagnosis.verdict import of_recording
-    from kvprobe.recordings.merge import DIFFERENT_RUNS
     from kvprobe.reporting.account import account_lines
 
     recording, findings, queues, apart = diagnosed_apart(inputs, quiet=quiet, window=window)
@@ -72,8 +72,6 @@ def command(
             }
         )
     elif not quiet:
-        for note in [one for one in recording.notes if one.startswith(DIFFERENT_RUNS)]:
-            click.echo(plain(f"{note[:1].upper()}{note[1:]}."))
         for line in account_lines(findings.account):
             click.echo(plain(line))
         told = [one for one in findings if one.confidence != "cannot tell"]
@@ -87,6 +85,7 @@ def command(
                 click.echo(plain(f"also: {one.title} ({one.cause})"))
             for one in [one for one in told if one.severity == "info"]:
                 click.echo(plain(f"also, for information: {one.title}{_waited(one)} ({one.cause})"))
+            _print_open(findings, named[0])
         else:
             said = f"{verdict.reason}{NO_CAUSE}" if verdict.state == "found" else verdict.reason
             click.echo(plain(f"{'Warning' if verdict.state == 'found' else 'Healthy'}: {said}."))
@@ -109,6 +108,20 @@ def _waited(finding: Finding) -> str:
         if finding.device_ns
         else "; the GPU did not wait for it"
     )
+
+
+def _print_open(findings: Examination, first: Finding) -> None:
+    """What cost more than the first finding and could not be decided, and how to record it so that it can be."""
+    from kvprobe.commands._reading import plain
+
+    unproven = [one for one in findings if one.abstains and one.lost_ns > first.lost_ns]
+    if not unproven:
+        return
+    largest = max(unproven, key=lambda one: one.lost_ns)
+    how = next((change.text for change in largest.cure if change.kind == "recording"), "")
+    click.echo(plain(f"Undecided: {largest.title} ({largest.cause})"))
+    if how:
+        click.echo(plain(f"To decide it: {how[:1].lower()}{how[1:]}"))
 
 
 def _print_beside(recording: Recording) -> None:

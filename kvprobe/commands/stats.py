@@ -36,8 +36,9 @@ def command(
     """Print what a recording holds, in numbers.
 
     The tables cuda_api_sum, cuda_gpu_kern_sum, cuda_gpu_mem_time_sum, cuda_gpu_mem_size_sum and nvtx_sum have the
-    columns and the figures that `nsys stats` prints for the same recording. The figures are of the whole recording,
-    unless --from, --to or --range name a part. In a narrow terminal, kvprobe leaves columns out and says which; --csv
+    columns and the figures that `nsys stats` prints for the same recording. Names of calls have no version:
+    `cudaMemcpyAsync`, not `cudaMemcpyAsync_v3020`. The figures are of the whole recording, unless --from, --to or
+    --range name a part. In a narrow terminal, kvprobe leaves columns out and says which; --csv
     prints all columns.
     """
     from kvprobe.errors import UsageError

@@ -36,11 +36,11 @@ def command(inputs: tuple[Path, ...], as_json: bool, window: WindowOptions) -> i
 
     Each line shows the answer, the time that threads lost, how many submissions the queue held when it was full, the
     stream, and the file. If this number varied, the greatest is shown. "not seen" means that the recording does not
-    show it. "-" means that no queue was full, or that several streams filled a channel that they share. If several
-    causes share the time lost, the next line says how much each cost. Threads lost this time: `kvprobe report` says
-    whether the GPU waited, too. A folder stands for all recordings below it; a run folder is one recording. --from,
-    --to and --range judge a part of each recording. The exit code is 1 if an input cannot be read, or has no calls in
-    that part.
+    show it. "channel" means that several streams filled a channel that they share, and "-" that no queue was full. If
+    several causes share the time lost, the next line says how much each cost. Threads lost this time: `kvprobe report`
+    says whether the GPU waited, too. A folder stands for all recordings below it; a run folder is one recording.
+    --from, --to and --range judge a part of each recording. The exit code is 1 if an input cannot be read, or has no
+    calls in that part.
     """
     from kvprobe.durations import time_text
     from kvprobe.recordings import expand_deeply
@@ -105,8 +105,13 @@ def _cells(one: Triage) -> tuple[str, ...]:
     full = [queue for queue in one.queues if queue.verdict == "found"]
     shown = full or [queue for queue in one.queues if queue.verdict == "undecided"]
     lost = time_text(one.lost_ns) if one.lost_ns and one.verdict == "found" else "-"
-    known = full and full[0].ceiling > 0  # a channel's is of no one stream, and a depth may not be known
-    ceiling = f"{full[0].ceiling:,}" if known else "not seen" if full else "-"
+    known = full and full[0].ceiling > 0
+    if one.verdict != "found":
+        ceiling = "-"
+    elif not full:  # the streams share it, and none of their own queues was full
+        ceiling = "channel"
+    else:
+        ceiling = f"{full[0].ceiling:,}" if known else "not seen"
     stream = shown[0].title + (f" and {len(shown) - 1} more" if len(shown) > 1 else "") if shown else "-"
     return _QUEUE[one.verdict], lost, ceiling, stream, plain(str(one.path))
 

@@ -108,6 +108,14 @@ class Ledger:
         return got
 
 
+def _within(places: Sequence[Where], lost_ns: int) -> tuple[Where, ...]:
+    """Places that add up to no more than what was lost: the account may give a part of it to another line."""
+    total = sum(one.lost_ns for one in places)
+    if total <= lost_ns:
+        return tuple(places)
+    return tuple(replace(one, lost_ns=round(one.lost_ns * lost_ns / total)) for one in places)
+
+
 def _of_gpus(title: str, device: Array, lost: Array) -> str:
     """The title of what executions on several GPUs lost: the worst one's time; where copies are counted, the sum."""
     gpus, place = np.unique(device, return_inverse=True)
@@ -555,14 +563,14 @@ class JoinedRecording(Joined):
     ) -> Finding | None:
         """As `line_finding`, outside of the time in which it computes: that a model waited is an open question.
 
-        `lacks` is what would show it: "no kernel before them", "no kernel after them".
+        `lacks` is what would show it: "no kernel ran before these copies", "no kernel ran after these copies".
         """
         if loss.ns < CRITICAL * gpu.asked_ns:
             return None
         explanation: Explanation = {
             "severity": "info",
             "evidence": evidence,
-            "reason": f"cannot tell, because there is {lacks}, so nothing shows whether a model waited",
+            "reason": f"cannot tell, because {lacks}, so nothing shows whether a model waited",
             "cure": (Change("Record a run in which the model computes from beginning to end", "recording"),),
         }
         return self._finding(cause, title, "cannot tell", loss, explanation, ExplainedTime(loss.ns, gpu.window_ns))
@@ -620,7 +628,7 @@ class JoinedRecording(Joined):
             evidence=tuple(replace(one, text=singular(one.text)) for one in more["evidence"]),
             cure=best_first(cure),
             calls=loss.calls,
-            where=loss.places,
+            where=_within(loss.places, loss.ns) if loss.on == "device" else loss.places,
             window=loss.window,
             lost_on=loss.on,
             reason=more.get("reason", ""),

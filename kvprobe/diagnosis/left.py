@@ -22,7 +22,7 @@ def most_left(joined: JoinedRecording, lines: Sequence[Line]) -> tuple[GpuAccoun
 
     Returns:
         the GPU; the mask over its stretches; and what is missing there that would show that a model waited: "no kernel
-        before them", "no kernel after them", or "" between kernels.
+        ran before these copies", "no kernel ran after these copies", or "" between kernels.
     """
     best: tuple[GpuAccount | None, Array, str] = None, np.zeros(0, dtype=bool), ""
     most = False, 0
@@ -35,7 +35,11 @@ def most_left(joined: JoinedRecording, lines: Sequence[Line]) -> tuple[GpuAccoun
         between = free & ~before & ~after
         if cut.ns[between].sum() >= cut.ns[before].sum():  # what comes first is like what follows
             between, before = between | before, free & False
-        parts = (between, ""), (before, "no kernel before them"), (after, "no kernel after them")
+        parts = (
+            (between, ""),
+            (before, "no kernel ran before these copies"),
+            (after, "no kernel ran after these copies"),
+        )
         for mine, lacks in parts:
             ns = cut.sum_ns(mine)
             weight = not lacks and ns >= CRITICAL * gpu.asked_ns, ns

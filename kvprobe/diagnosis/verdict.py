@@ -40,6 +40,7 @@ _COPIES = (
     "record while blocks are copied: `kvprobe run -- COMMAND`, `nsys profile -t cuda,nvtx`, or torch.profiler "
     "with ProfilerActivity.CUDA"
 )
+_LONGER = f"record for longer, and {_COPIES}"
 _DEVICE = "record with device activity: `kvprobe run --nsys`, `nsys profile -t cuda`, or torch.profiler with CUDA"
 _REQUESTS = "record where threads sleep: `kvprobe run --nsys`, or `nsys profile -t cuda,nvtx,osrt`"
 _LAUNCHES = "record every launch and event call: `kvprobe run --detail launches`"
@@ -93,16 +94,20 @@ def missing(recording: Recording, window: ServingWindow | None = None) -> list[M
     inside = max(inside, _between_marks(recording, window))
     made = inside if inside or window.given else max(inside, counted)
     if not calls.rows and not counted and not recording.executions.rows:
-        out.append(MissingPart("it holds no CUDA call and no device activity", _COPIES))
+        out.append(MissingPart("the recording holds no CUDA call and no device activity", _COPIES))
     elif not made:
         seen = "device activity and no call that submits" if recording.executions.rows else "no submission"
-        out.append(MissingPart(f"it holds {seen}" + (" in that window" if window.given else ""), _COPIES))
+        out.append(MissingPart(f"the recording holds {seen}" + (" in that window" if window.given else ""), _COPIES))
     elif made < ENOUGH:
         few = "too few to tell a full queue from chance"
         if counted >= ENOUGH and not window.given:
-            out.append(MissingPart(f"it has the details of only {made} of {counted:,} submissions, {few}", _LAUNCHES))
+            out.append(
+                MissingPart(
+                    f"the recording has the details of only {made} of {counted:,} submissions, {few}", _LAUNCHES
+                )
+            )
         else:
-            out.append(MissingPart(f"it holds {made} submission{'s' if made > 1 else ''}, {few}", _COPIES))
+            out.append(MissingPart(f"the recording holds {made} submission{'s' if made > 1 else ''}, {few}", _LONGER))
     out += _unseen(recording)
     out += _unseen_records(recording)
     return out
@@ -210,7 +215,7 @@ def _with_work_to_do(gpu: GpuAccount) -> str:
 def _not_computing(gpu: GpuAccount) -> list[MissingPart]:
     """What keeps a GPU's account from being a healthy one."""
     if not gpu.seen:
-        return [MissingPart("it does not show what the GPU did", _DEVICE)]
+        return [MissingPart("the recording does not show what the GPU did", _DEVICE)]
     out = []
     unknown = gpu.matters_ns()
     share = sum(unknown.values()) / gpu.window_ns

@@ -69,17 +69,18 @@ def open_apart(
 ) -> tuple[Recording, list[tuple[str, Recording]]]:
     """As `open_recording`, and each input by itself as well, with the shortest name that tells it from the others.
 
-    Where they look like recordings of different runs, a note of the whole says so.
-
     Raises:
         RecordingError: an input cannot be read; its text says why.
-        UsageError: no input was given.
+        UsageError: no input was given, or they look like recordings of different runs: laid over each other, the waits
+            of one would hide behind the kernels of another.
     """
     from kvprobe.recordings.merge import different_runs, merge
 
     found = _found(inputs)
     many = len(found) + 1
     own = [_read(form, path, _part(progress, i, many)) for i, (path, form) in enumerate(found)]
+    if why := different_runs(own):
+        raise UsageError(f"the inputs look like different runs: {why}. Give them to `kvprobe report` one by one")
     runs = [path for path, form in found if form == "kvprobe"]
     whole = [one for one, (_, form) in zip(own, found, strict=True) if form != "kvprobe"]
     if len(runs) > 1:
@@ -87,10 +88,7 @@ def open_apart(
     else:
         whole = [*(one for one, (_, form) in zip(own, found, strict=True) if form == "kvprobe"), *whole]
     names = _shortest([path for path, _ in found])
-    together = merge(whole)
-    if note := different_runs(own):
-        together.notes.insert(0, note)
-    return together, list(zip(names, own, strict=True))
+    return merge(whole), list(zip(names, own, strict=True))
 
 
 def _found(inputs: Sequence[str | os.PathLike[str]] | str | os.PathLike[str]) -> list[tuple[Path, str]]:
@@ -206,7 +204,10 @@ def _refuse_packed(path: Path, start: bytes, form: str, unpacked: bytes) -> None
     elif unpacked.startswith(b"KVPRING1"):
         tool = {"gzip": "gunzip", "xz": "unxz"}[form]
     if tool is not None:
-        raise RecordingError(f"{path}: packed, and not read as it is: unpack it ({tool}) and name what was in it")
+        inside = "folder or file" if tool in ("tar -xf", "unzip") else "file"
+        raise RecordingError(
+            f"{path}: kvprobe does not unpack this: unpack it with {tool} and pass the {inside} to kvprobe"
+        )
 
 
 def _unpacked(start: bytes) -> tuple[str, bytes]:

@@ -11,12 +11,11 @@ import numpy as np
 from kvprobe.recordings.assemble import bounded
 from kvprobe.recordings.model import SCHEMAS, Array, Recording, Table
 
-__all__ = ["DIFFERENT_RUNS", "NO_CLOCK", "ONE_BY_ONE", "at_once", "different_runs", "merge", "recorded", "shifted"]
+__all__ = ["NO_CLOCK", "ONE_BY_ONE", "at_once", "different_runs", "merge", "recorded", "shifted"]
 
 _SHIFTED = "they were shifted to begin together, so times between them mean nothing"
 NO_CLOCK = f"the inputs share no clock: {_SHIFTED}"
 ONE_BY_ONE = f"the inputs were recorded one after another: {_SHIFTED}"
-DIFFERENT_RUNS = "the inputs look like different runs"
 _TIMES = ("start_ns", "end_ns", "time_ns")
 
 
@@ -78,7 +77,7 @@ def _shifts(recordings: Sequence[Recording]) -> tuple[list[int], list[str]]:
 
 
 def different_runs(recordings: Sequence[Recording]) -> str:
-    """Why these look like recordings of different runs, as a note; "" where they may be those of one.
+    """Why these look like recordings of different runs; "" where they may be those of one.
 
     Ranks of a job run on one kind of GPU, and at once. Where their clocks say otherwise, as those of two hosts may,
     each has a rank of its own, or a host.
@@ -95,9 +94,7 @@ def different_runs(recordings: Sequence[Recording]) -> str:
         ]
         if sum(map(len, places)) > len(set().union(*places)):
             why = "they were recorded one after another, and not as ranks of one job"
-    return (
-        f"{DIFFERENT_RUNS}: {why}; what is said of all together means little, each is judged by itself" if why else ""
-    )
+    return why
 
 
 def _bases(recordings: Sequence[Recording], kind: str) -> list[int]:

@@ -431,9 +431,10 @@ class _Builder:
         distinct, inverse = codes(raw.pop("nameId"))
         found = self.export.strings(distinct.tolist())
         texts = [found.get(number, "") for number in distinct.tolist()]
-        kinds = np.array([words.call_kind(words.base_name(text)) for text in texts], dtype=np.uint8)
+        texts = [words.base_name(text) for text in texts]
+        kinds = np.array([words.call_kind(text) for text in texts], dtype=np.uint8)
         directions = np.array([words.call_direction(text) for text in texts], dtype=np.uint8)
-        indexes = self.names.map([words.nsys_name(text) for text in texts])
+        indexes = self.names.map(texts)
         kind = kinds[inverse] if len(kinds) else np.zeros(0, np.uint8)
         threads, at = codes(raw.pop("globalTid"))
         columns = {

@@ -33,7 +33,6 @@ __all__ = [
     "kineto_call",
     "kineto_copy",
     "label_of",
-    "nsys_name",
     "stream_title",
 ]
 
@@ -71,15 +70,6 @@ NSYS_MEMORY = (
 def base_name(name: str) -> str:
     """The call without version and per-thread-stream suffixes: `cuMemcpyHtoDAsync_v2_ptsz` -> `cuMemcpyHtoDAsync`."""
     return _SUFFIX.sub("", name)
-
-
-def nsys_name(name: str) -> str:
-    """The call as `nsys stats` prints it: without a version of four characters, and with any other.
-
-    `cudaMemcpyAsync_v3020` -> `cudaMemcpyAsync`, but `cudaMemcpyBatchAsync_v13000` (source: its report cuda_api_sum,
-    which cuts the last six characters where the first two of them are "_v").
-    """
-    return name[:-6] if name[-6:-4] == "_v" else name
 
 
 # First match wins. Host functions and stream memory operations wait in the queue like events do, and like events

@@ -133,7 +133,10 @@ def _said(moved: Mapping[FindingChange, float]) -> str:
         )
         figure = "results at stake" if _wrong_results(first) else lost
         text = f"{title} is {first.what} ({figure}, {first.confidence})"
-    return text + (f", with {rest} more finding{'s' if rest > 1 else ''}" if rest else "")
+    if not rest:
+        return text
+    now = "less" if first.what in ("gone", "less") else "more"
+    return f"{text}, and {f'{rest} other findings cost' if rest > 1 else 'another finding costs'} {now} than before"
 
 
 def _costs(cost: SubmissionCost | None) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvprobe.recordings.merge import DIFFERENT_RUNS, NO_CLOCK, ONE_BY_ONE
+from kvprobe.recordings.merge import NO_CLOCK, ONE_BY_ONE
 from kvprobe.reporting import recorded
 from kvprobe.reporting.units import NONE, count_text, duration, percent
 from kvprobe.reporting.views import Cell, Section, TableView, table
@@ -81,7 +81,7 @@ def sections(inputs: Sequence[Input], notes: Sequence[str] = ()) -> tuple[Sectio
         lead += (
             f" The {len(own)} that lost most have a section of their own; kvprobe reduce compares all {len(inputs)}."
         )
-    told = [note for note in notes if note in (NO_CLOCK, ONE_BY_ONE) or note.startswith(DIFFERENT_RUNS)]
+    told = [note for note in notes if note in (NO_CLOCK, ONE_BY_ONE)]
     lead += "".join(f" {note[:1].upper()}{note[1:]}." for note in told)
     columns = ["Input", "By itself", "Time lost", "Submissions", "Host time in them", "Recorded"]
     return Section("inputs", "Inputs", lead, [], [table("Inputs", columns, rows)]), own

@@ -18,7 +18,6 @@ import jinja2
 from markupsafe import Markup
 
 from kvprobe.errors import UsageError
-from kvprobe.recordings.merge import DIFFERENT_RUNS
 from kvprobe.recordings.serving import recorded_span
 from kvprobe.reporting import headline
 from kvprobe.reporting.inputs import Input
@@ -93,10 +92,7 @@ def build_page(recording: Recording | None = None, **page: Unpack[Page]) -> str:
         found, shown, lead = view.verdict, view.findings, view.lead
         sections += view.sections
     if inputs:
-        notes = recording.notes if recording is not None else []
-        for note in [one for one in notes if one.startswith(DIFFERENT_RUNS)]:  # before anything is said of all
-            found.detail = f"{note[:1].upper()}{note[1:]}. {found.detail}".strip()
-        overview, own = apart(inputs, notes)
+        overview, own = apart(inputs, recording.notes if recording is not None else [])
         sections = [overview, *sections, *own]
     first = [one for one in sections if one.id == "account"]
     sections = [one for one in (*extra, *sections) if (one.charts or one.tables or one.bars) and one not in first]

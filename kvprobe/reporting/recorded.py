@@ -43,6 +43,7 @@ from kvprobe.reporting.units import (
     percent,
     rate,
     ratio,
+    size_text,
     value_text,
 )
 from kvprobe.reporting.views import Cell, Chart, Section, TableView, left_out, table
@@ -140,7 +141,7 @@ def view(recording: Recording, findings: Examination | None, queues: Occupancy |
     benefits = offload_benefit.of_recording(recording)
     out.verdict.detail = " ".join([out.verdict.detail, *(one.sentence for one in benefits)]).strip()
     if found.calls > len(found.rows):
-        kept = f"{percent(len(found.rows) / found.calls)} of all; the rest is in the totals"
+        kept = f"of {count_text(found.calls)}; the others are in the totals alone"
         out.verdict.facts.append(headline.Fact("Calls kept in detail", count_text(len(found.rows)), kept))
     if findings is not None:
         out.findings = [_finding(i, one, recording, found) for i, one in enumerate(ranked(findings))]
@@ -610,7 +611,7 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
         "lost": _lost(finding, what),
         "evidence": evidence,
         "cures": headline.changes_parts(finding.cure),
-        "calls": _calls_table(finding, found) if finding.calls else None,
+        "calls": _calls_table(finding, recording, found) if finding.calls else None,
         "places": places,
         "chart": _zoom(i, finding, recording, found),
     }
@@ -644,8 +645,9 @@ def _lost(finding: Finding, what: str) -> str:
     return "; ".join(said)
 
 
-def _calls_table(finding: Finding, found: Submissions) -> TableView:
+def _calls_table(finding: Finding, recording: Recording, found: Submissions) -> TableView:
     """The calls that lost most: where in the recording, and where in the program."""
+    moved = recording.calls["bytes"]
     places: dict[tuple[int, int], set[str]] = {}
     for where in finding.where:
         if where.stream_name:
@@ -662,6 +664,7 @@ def _calls_table(finding: Finding, found: Submissions) -> TableView:
             str(one.thread) if one.thread >= 0 else NONE,
             str(one.pid) if one.pid > 0 else NONE,
             (f"{one.row:,}", one.row),
+            (size_text(moved[one.row]), int(moved[one.row])) if one.row >= 0 and moved[one.row] > 0 else NONE,
             "\n".join(one.stack) or NONE,
         ]
         for one in finding.calls
@@ -676,12 +679,14 @@ def _calls_table(finding: Finding, found: Submissions) -> TableView:
         "Thread",
         "Process",
         "Row",
+        "Bytes",
         "Python stack",
     ]
     shared = any(2 * one.lost_ns < one.dur_ns for one in finding.calls)
     note = "Where a call lost less than it took, the rest is its usual time or another finding's." if shared else ""
     if any(one.lost_ns > one.dur_ns for one in finding.calls):
         note = f"{note} A call returns before its copy ends: the time lost is the copy's.".strip()
+    note = f"{note} Row is the call's number in the table of calls that `kvprobe export` writes.".strip()
     return table("The calls that lost most", names, listed, note)
 
 

@@ -61,7 +61,7 @@ def grouped(path: Path, query: str) -> dict[str, list[int]]:
     with sqlite3.connect(f"file:{path}?mode=ro&immutable=1", uri=True) as connection:
         out: dict[str, list[int]] = {}
         for name, value in connection.execute(query):
-            out.setdefault(re.sub(r"_v.{4}$", "", name), []).append(value)
+            out.setdefault(re.sub(r"(_v\d+|_pt[sd][sz])+$", "", name), []).append(value)
     return out
 
 

@@ -70,6 +70,9 @@ def test_a_depth_that_is_not_known_is_no_number() -> None:
     queue = SimpleNamespace(verdict="found", ceiling=-1, title="stream 7")
     cells = _cells(SimpleNamespace(queues=[queue], verdict="found", lost_ns=5_000_000, causes=[], path=Path("t.json")))
     assert cells == ("full", "5.00 ms", "not seen", "stream 7", "t.json")
+    queue.verdict = "undecided"  # of a channel that several streams filled together
+    cells = _cells(SimpleNamespace(queues=[queue], verdict="found", lost_ns=5_000_000, causes=[], path=Path("t.json")))
+    assert cells[2] == "channel"
 
 
 def test_json_has_every_queue_and_the_reason(kvprobe, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_what_waits_behind_a_callback_in_its_stream_is_known_and_names_the_call(
 @pytest.mark.parametrize("form", ["kineto", "nsys"])
 def test_nobody_waits_for_what_is_loaded_before_the_first_kernel(form, tmp_path):
     found, verdict = judged(opened(form, "weights_loaded_once_and_nothing_served", tmp_path))
-    assert verdict.state == "undecided" and "no kernel before them" in verdict.reason
+    assert verdict.state == "undecided" and "no kernel ran before these copies" in verdict.reason
     assert not [one for one in found if one.severity != "info"]
     assert found.account.gpus[0].share(*COPIES) > 0.9  # the account says what ran all the same
 

@@ -243,7 +243,7 @@ def test_a_healthy_verdict_beside_a_small_finding_does_not_deny_it(runtime):
 
     verdict, queues, lost, _ = program.examined(body)
     assert (verdict.state, queues.state) == ("undecided", "found") and lost["launch_queue_saturation"]
-    assert verdict.reason == "it does not show what the GPU did"
+    assert verdict.reason == "the recording does not show what the GPU did"
 
 
 @pytest.mark.parametrize("facts", [{}, {"link_bytes_per_s": RATE}])
@@ -280,7 +280,7 @@ def test_launches_that_were_only_counted_are_not_said_to_be_missing(runtime):
     columns = {"process": [0], "stream": [0], "kind": [CallKind.LAUNCH], "calls": [1_000]}
     recording.tables["totals"] = Table("totals", columns)
     lacks, _ = of_recording(recording, examine(recording)).missing
-    assert lacks.what.startswith("it has the details of only 8 of 1,000 submissions")
+    assert lacks.what.startswith("the recording has the details of only 8 of 1,000 submissions")
     assert "--detail launches" in lacks.how
 
 

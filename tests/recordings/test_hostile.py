@@ -273,5 +273,5 @@ def test_what_is_packed_is_refused_with_how_to_unpack_it(run: Path, tmp_path: Pa
         (ring,) = run.glob("*.kvp")
         compress = {"gunzip": gzip, "unxz": lzma, "bunzip2": bz2}[how].compress
         path.write_bytes(compress(ring.read_bytes() if how != "bunzip2" else b'{"traceEvents":[]}'))
-    with pytest.raises(RecordingError, match=rf": packed, and not read as it is: unpack it \({how}\)"):
+    with pytest.raises(RecordingError, match=rf": kvprobe does not unpack this: unpack it with {how} and pass the "):
         sniff(path)

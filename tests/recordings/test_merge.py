@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -69,7 +70,9 @@ def test_clocks_are_aligned_by_the_first_ones() -> None:
 
 
 def test_inputs_apart_are_what_each_is_alone_and_together_what_all_are(shared, tmp_path: Path) -> None:
-    paths = [shared.path("mfu_before"), shared.path("mfu_after")]
+    packed = Path(__file__).parents[1] / "gpu/data/nsys_batch.sqlite.gz"
+    paths = [packed, tmp_path / "again.sqlite.gz"]
+    shutil.copy(packed, paths[1])
     whole, parts = open_apart(paths)
     assert whole.calls.rows == open_recording(paths).calls.rows == sum(part.calls.rows for _, part in parts)
     assert [name for name, _ in parts] == [path.name for path in paths]

@@ -23,7 +23,7 @@ def count(recording, name):
 def test_newest_schema_gives_calls_copies_labels_and_ranges(shared):
     r = shared.open("h100")
     assert count(r, "cudaMemcpyAsync") == 914
-    assert count(r, "cudaLaunchKernel") == 2788 and count(r, "cudaLaunchKernelExC_v11060") == 558
+    assert count(r, "cudaLaunchKernel") == 2788 and count(r, "cudaLaunchKernelExC") == 558
     assert r.ranges.rows == 16782
     full = r.labels["label"] == Label.COMMAND_BUFFER_FULL
     assert full.sum() == 198

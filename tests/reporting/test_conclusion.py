@@ -31,9 +31,8 @@ def test_what_is_better_by_how_much_and_how_sure() -> None:
     one = said(change("gone", 0.47, 0.0), change("less", 0.05, 0.01, "unexplained"), at=cost(0.5, "faster", 0.02))
     assert one.state == "better"
     assert one.sentence.replace(TIMES_SIGN, "x") == (
-        "b is better than a: “200 copies blocked” is gone (it cost 47% of the serving window, certain), with 1 more "
-        "finding, "
-        "and a typical submission is 2 times faster (over all calls, 95% interval 1.82x to 2.22x), "
+        "b is better than a: “200 copies blocked” is gone (it cost 47% of the serving window, certain), and another "
+        "finding costs less than before, and a typical submission is 2 times faster (over all calls, 95% interval 1.82x to 2.22x), "
         "which saves the threads 2.0% of their time."
     )
     assert said(change("more", 0.05, 0.3), at=AS_BEFORE).sentence.startswith(
