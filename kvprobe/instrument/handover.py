@@ -250,7 +250,8 @@ class CopyAdapter(Adapter):
             if live is not None:  # until the others are submitted: that is no cost of this way of copying
                 live.first_ns += time.monotonic_ns() - begin_ns
         since_ns = live.first_ns if live else 0
-        given = submitter.submit_all(copies, path.direction, after=after, since_ns=since_ns)
+        others = live is not None and any(one.rung != live.rung for one in path.live.values())
+        given = submitter.submit_all(copies, path.direction, after=after, since_ns=since_ns, behind_copies=others)
         hand_over = HandOver(given)
         path.note_hand_over(hand_over)
         return hand_over
