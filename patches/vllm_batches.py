@@ -204,7 +204,7 @@ class DescriptorBatches(CopyHandlers):
             takes = coded.takes(direction, rows)
             if takes and handler in self._expedited:
                 coded.stop("an expedited load would wait for other loads")
-            watched = takes or coded.comparing  # whether auto rests or not
+            watched = takes or coded.coding  # whether auto rests or not: the two are compared
             if not watched and not path.watch() and not path.pending:
                 return call()
             self._own_swap(handler)

@@ -1,11 +1,11 @@
 """CPU memory of a server whose blocks may lie coded: which do, who must copy them, and whether coding them pays.
 
 Coding a store is a cure as any other: it begins where stores plainly use the link and a sample of what they left in
-memory would shrink, it is kept where the copies became faster, and it is taken back where they did not. Which of the
-two it is, is asked again from time to time: two stores are coded, two are not, and so on, and what counts is each one
-whose neighbour in time was made in the other way. A model that computes beside the copies, or copies of the other
-direction, slow both, and neither way is judged by what the other one took at another time. Loads are not made in turns:
-they count where one of coded rows and one of plain rows came next to each other.
+memory would shrink, it is kept where the copies became faster, and it is taken back where they did not. In a trial two
+stores are coded, two are not, and so on; once coding is kept, two of 64 are not. What counts is each store whose
+neighbour in time was made in the other way: a model that computes beside the copies, or copies of the other direction,
+slow both, and neither way is judged by what the other one took at another time. Loads are not made in turns: they count
+where one of coded rows and one of plain rows came next to each other.
 
 What lies coded stays readable, by flags: a row that may lie coded is loaded by kernels that decode, whatever else moves
 the rows beside it; whoever stores over it in the server's own way makes it a plain one again. Before somebody reads the
@@ -47,7 +47,7 @@ log = logging.getLogger("kvprobe")
 TRIAL = 8  # pairs of neighbours that either way is judged by
 MOST_TRIAL = 8 * TRIAL  # stores after which sizes that do not meet are no comparison
 TURN = 2  # stores that are made in one way before it is the other one's turn
-EVERY = 256  # coded stores, then the two are compared again
+PERIOD = 64  # stores, of which one turn is plain once coding is kept: so all that a program does has its part in it
 SETTLED = 2 * TRIAL  # stores on one rung after which auto has found no better one than it
 PAYS = 1.03  # times as fast as the copies as they are, at least
 LOSES = 1.2  # times as slow: clearly
@@ -104,7 +104,7 @@ class CodedRows:
         self._neighbours: dict[tuple[str, tuple[int, int]], tuple[Sample, bool]] = {}  # the newest of each size
         self._stores = self._often = 0  # stores since the newest decision, or look
         self._turn = 0  # stores that were made in turns
-        self._kept = self._comparing = self._doubted = self._first = False
+        self._kept = self._doubted = self._first = False
 
     @classmethod
     def of(cls, device: Device, tensors: Sequence[Any], block_bytes: int, decide: Callable[..., None]) -> CodedRows:
@@ -120,10 +120,11 @@ class CodedRows:
         """Whether a transfer of these rows must go to `submitter`; where it need not, a store makes them plain."""
         if direction == "load":
             return self._any and bool(self._may_be_coded[rows].any())
-        plain = not self.coding or (self._comparing and self._turn // TURN % 2 == 1)
+        period = PERIOD if self._kept else 2 * TURN
+        plain = not self.coding or self._turn % period >= period - TURN
         if plain and self._is_under_way(rows):  # only its end says how they lie
             plain = False
-        elif self._comparing:
+        elif self.coding:
             self._turn += 1
         if plain:
             self._plain = rows
@@ -131,11 +132,6 @@ class CodedRows:
             return False
         self._may_be_coded[rows] = self._any = True
         return True
-
-    @property
-    def comparing(self) -> bool:
-        """Whether transfers that are not coded have to be heard of, too."""
-        return self._comparing
 
     def call(self, call: Call, direction: str, rows: Ids) -> Call:
         """The same call of the server's, with what `before_own` is to be told before it is made: `before`."""
@@ -254,9 +250,9 @@ class CodedRows:
             why = f"a sample of what was stored would still need {saves:.0%} of its bytes"
             self._decide("note", f"blocks travel as they are: {why}", share=saves)
             return
-        self.coding, self._kept, self._first = True, False, True
+        self.coding, self._kept, self._doubted, self._first, self._turn = True, False, False, True, 0
         self._forget("load")
-        self._compare_anew()
+        self._forget("store")
         why = f"stores use the link {share:.0%} of the time, and a sample of them needs {saves:.0%} of its bytes"
         self._decide("switch", why, before=self._name, after=str(CODED), share=saves)
 
@@ -270,11 +266,8 @@ class CodedRows:
         return predict(sample, "bf16").share
 
     def _judge(self) -> None:
-        """Stores once they were compared for long enough, and loads whenever enough of them have met."""
-        if not self._comparing and self._stores >= EVERY:
-            self._compare_anew()
-        if self._comparing:
-            self._judge_stores(self._compare("store"))
+        """Either direction whenever enough pairs have met."""
+        self._judge_stores(self._compare("store"))
         loads = self._compare("load")
         if self.coding and self._kept and loads.transfers >= TRIAL:
             self._forget("load")
@@ -286,30 +279,25 @@ class CodedRows:
 
         One comparison of eight may be a bad moment of the machine's: what was kept is given back after two in a row.
         """
-        clearly = seen.transfers >= TRIAL // 2 and seen.copy_before and seen.whole_gain < 1 / LOSES
         enough = seen.transfers >= TRIAL
-        if not self._kept and clearly:
+        if self._kept:
+            if not enough:
+                return
+            loses = seen.whole_gain < 1 / PAYS
+            if loses and self._doubted:
+                self._leave("return", seen.loss, seen)
+            self._doubted = loses
+        elif seen.transfers >= TRIAL // 2 and seen.copy_before and seen.whole_gain < 1 / LOSES:
             self._leave("rollback", seen.loss, seen)
         elif not enough and self._stores < MOST_TRIAL:
             return
-        elif not self._kept and not (enough and seen.whole_gain >= 1 and seen.copy_gain >= PAYS):
+        elif not (enough and seen.whole_gain >= 1 and seen.copy_gain >= PAYS):
             self._leave("rollback", seen.loss if enough else "too few of one size were next to each other", seen)
-        elif not self._kept:
-            self._kept, self._comparing, self._stores = True, False, 0
+        else:
+            self._kept, self._turn = True, 0
             why = f"the copies are {seen.copy_gain:.2f} times as fast over {seen.transfers} transfers"
             self._decide("keep", why, before=self._name, after=str(CODED), **seen.evidence())
-        elif not enough or seen.whole_gain >= 1 / PAYS:
-            self._comparing, self._doubted, self._stores = False, False, 0
-        elif self._doubted:
-            self._leave("return", seen.loss, seen)
-        else:
-            self._compare_anew()
-            self._doubted = True
-
-    def _compare_anew(self) -> None:
-        """Stores are made in turns from now on."""
         self._forget("store")
-        self._comparing, self._doubted, self._stores, self._turn = True, False, 0, 0
 
     @property
     def _name(self) -> str:
@@ -323,7 +311,6 @@ class CodedRows:
         """Stores are plain from now on."""
         now = time.monotonic_ns()
         self.coding, self._stores, self._busy_ns, self._since_ns = False, 0, 0, now
-        self._comparing = self._doubted = False
         self._cool_down(now)
         self._decide(what, why, before=str(CODED), after=self._name, **(seen.evidence() if seen is not None else {}))
 

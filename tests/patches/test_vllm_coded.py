@@ -318,8 +318,8 @@ def test_auto_takes_it_back_where_it_gains_nothing(worker, coded_ns):
 
 
 def kept(one, seen, monkeypatch, coded_ns=80):
-    """Auto kept coding after a trial, and compares again after every 16 stores: what it hears, and what it said."""
-    monkeypatch.setattr(coded, "EVERY", 16)
+    """Auto kept coding after a trial, and has two of 8 stores plain from then on: what it hears, and what it said."""
+    monkeypatch.setattr(coded, "PERIOD", 8)
     took = figures(one.rows, coded_ns)
     one.fill()
     one.store(*everything(one))
@@ -340,8 +340,7 @@ def test_auto_keeps_what_gains_where_either_way_becomes_slower(worker, monkeypat
         kept(one, seen, monkeypatch)["beside"] = 1.5
         assert [what for what, *_ in stores_and_decisions(one, seen, 120)] == ["switch", "keep"]
         assert one.rows.coding
-        methods = [t["method"] for t in seen.transfers[-100:]]
-        assert 20 <= methods.count("batch") <= 60  # it asked again, and by pairs
+        assert [t["method"] for t in seen.transfers[-80:]].count("batch") == 20
 
 
 @pytest.mark.parametrize("beside", [0.5, 1.0, 1.5])
@@ -355,6 +354,19 @@ def test_auto_takes_back_what_no_longer_gains(worker, monkeypatch, beside):
         said = stores_and_decisions(one, seen, 80)
         assert said[2:] == [("return", "pooled/coded", "upstream/batch")]
         assert not one.rows.coding
+
+
+@pytest.mark.parametrize(("alone_ns", "beside_ns", "keeps"), [(60, 115, True), (90, 140, False)])
+def test_what_a_program_does_in_turns_counts_together(worker, monkeypatch, alone_ns, beside_ns, keeps):
+    """Coded stores gain while nothing computes, and lose beside a model, which has fewer multiprocessors left."""
+    one = worker(coding=False)
+    with instrument.observe("vllm", fix="auto") as seen:
+        one.make()
+        took = kept(one, seen, monkeypatch, alone_ns if keeps else 80)
+        for phase in range(14):
+            took["store"] = beside_ns if phase % 2 else alone_ns
+            stores_and_decisions(one, seen, 10)
+        assert one.rows.coding == keeps
 
 
 def test_one_bad_moment_gives_nothing_back(worker, monkeypatch):
