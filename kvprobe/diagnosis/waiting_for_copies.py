@@ -20,6 +20,7 @@ bytes, kvprobe predicts none, because the saving depends on how many fewer bytes
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -78,34 +79,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     rows, by_direction = copies.rows, copies.by_direction
     late = gpu.stretches.sum_ns(mine & (gpu.stretches.caller != NOBODY))
     slow = gpu.stretches.sum_ns(mine & (gpu.stretches.line == Line.BELOW_LINK_RATE))
-    evidence = [
-        Evidence(
-            f"only copies ran for {ms(lost)}, {share(lost, gpu.window_ns)} of the serving window: "
-            + (
-                f"all of them {by_direction[0][0]}"
-                if len(by_direction) == 1
-                else ", ".join(f"{name} {ms(spent)}" for name, spent in by_direction)
-            ),
-            lost,
-            "ns",
-            MEASURED,
-        ),
-        *(
-            (
-                Evidence(
-                    ("for " + (f"{share(lost - slow, lost)} of these {ms(lost)}" if slow else "all this time"))
-                    + ", copies ran at the link's full rate"
-                    + (" or inside the GPU" if INSIDE in dict(by_direction) else ""),
-                    lost - slow,
-                    "ns",
-                    MEASURED,
-                ),
-            )
-            if lost > slow
-            else ()
-        ),
-        *_submitted(copies),
-    ]
+    evidence = [*_alone(lost, slow, by_direction, gpu), *_submitted(copies)]
     if late:
         evidence.append(
             Evidence(
@@ -137,6 +111,18 @@ def find(joined: JoinedRecording) -> Finding | None:
         return joined.line_question(CAUSE, f"Only copies ran for {{lost}}, and {lacks}", gpu, loss, evidence, lacks)
     title = f"The GPU waited {{lost}} for {_noun(by_direction)}, {of_the_time(lost, gpu)}"
     return joined.line_finding(CAUSE, title, gpu, loss, evidence=evidence, cure=cure)
+
+
+def _alone(lost: int, slow: int, by_direction: list[tuple[str, int]], gpu: GpuAccount) -> Iterator[Evidence]:
+    """For how many ns only copies ran, by direction, and for how many at the link's rate."""
+    parts = ", ".join(f"{name} {ms(spent)}" for name, spent in by_direction)
+    told = f"all of them {by_direction[0][0]}" if len(by_direction) == 1 else parts
+    text = f"only copies ran for {ms(lost)}, {share(lost, gpu.window_ns)} of the serving window: {told}"
+    yield Evidence(text, lost, "ns", MEASURED)
+    if lost > slow:
+        of = f"for {share(lost - slow, lost)} of these {ms(lost)}" if slow else "for all this time"
+        inside = " or inside the GPU" if INSIDE in dict(by_direction) else ""
+        yield Evidence(f"{of}, copies ran at the link's full rate{inside}", lost - slow, "ns", MEASURED)
 
 
 def _ahead(joined: JoinedRecording) -> Change:
