@@ -37,6 +37,7 @@ LONG_NS, LEAST_SHARE, MANY = STEP_NS, 0.10, 5
 _MOST = 0.9  # of the preparation that fits beside the GPU's work: where less does, it has to become shorter
 _HALF = 0.5  # where less than this fits, a shorter preparation comes first
 MOVE = "Prepare the next step while the current one runs"
+PARTLY = f"{MOVE}. This hides only a part: some preparations take longer than the GPU work that they could hide behind"
 SHORTEN = (
     "Make the preparation of a step shorter, and do it while the GPU runs the step before. The second alone saves "
     "little, because the GPU works for a shorter time than the preparation takes"
@@ -113,8 +114,8 @@ def _evidence(gaps: Gaps, mine: Array, lost: int, beside: int, span: int) -> lis
     if beside < 0.995 * lost:
         said.append(
             Evidence(
-                f"at most {ms(beside)} of these {ms(lost)} can run beside the GPU's work: before some gaps, the GPU "
-                "works for a shorter time than the preparation takes",
+                f"at most {ms(beside)} of these {ms(lost)} can run beside the GPU's work, because some preparations "
+                "take longer than the GPU work that they could hide behind",
                 beside,
                 "ns",
                 INFERRED,
@@ -128,7 +129,8 @@ def _cure(joined: JoinedRecording, calls: Array, part: float) -> list[Change]:
     callers = among(joined.caller, distinct(joined.caller[calls]))
     reads = joined.direction == Direction.D2H
     waits = callers & ((joined.kind == CallKind.SYNC) | (joined.kind == CallKind.COPY_SYNC))
-    out = [Change(with_options(joined.recording, MOVE if part >= _HALF else SHORTEN, OPTIONS), share=part)]
+    move = MOVE if part >= _MOST else PARTLY if part >= _HALF else SHORTEN
+    out = [Change(with_options(joined.recording, move, OPTIONS), share=part)]
     if waits.any():
         first = "read back the results of" if (callers & reads).any() else "wait for"
         out.append(Change(f"Launch step n+1 first, then {first} step n"))

@@ -42,6 +42,7 @@ BLOCKS = 40
 DRAWS = 400
 LEAST = 40  # calls on each side: below, a quantile says nothing
 VERDICTS = {"slower": "slower", "faster": "faster", "same": "", "unsure": "unsure"}  # beside the change itself
+LEAST_MOVED = 0.002  # of the window: what a finding cost, is no less or more by a smaller part of it
 NOTABLE = 0.05  # smaller changes are not called a change, however certain
 _COMPARED = (*SUBMITTING, CallKind.COPY_SYNC, CallKind.SYNC, CallKind.ALLOC)
 
@@ -123,7 +124,7 @@ def compare_findings(
         shares = one.cost_share if one else 0.0, two.cost_share if two else 0.0
         if one is None or two is None:
             what = "gone" if two is None else "new"
-        elif abs(shares[1] - shares[0]) <= 0.1 * max(shares):
+        elif abs(shares[1] - shares[0]) <= max(0.1 * max(shares), LEAST_MOVED):
             what = "same"
         else:
             what = "less" if shares[1] < shares[0] else "more"

@@ -53,7 +53,7 @@ WORDS = {
     "better": "Better",
     "worse": "Worse",
     "mixed": "Better and worse",
-    "same": "No change",
+    "same": "About the same",
 }
 
 
@@ -342,7 +342,7 @@ def _facts_of(first: Finding) -> list[Fact]:
     if first.device_share is not None and first.device_ns is not None:
         of_window = f"{percent(first.device_share)} of the serving window"
         if several:
-            of_window += ", on the GPU that waited most"
+            of_window += " of the GPU that waited most"
         elif first.lost_on == "device" and first.lost_ns > 1.005 * first.device_ns:
             rest = duration(first.lost_ns - first.device_ns)
             of_window += f". For the other {rest} of the {duration(first.lost_ns)}, the GPU did not wait"

@@ -634,12 +634,12 @@ def _lost(finding: Finding, what: str) -> str:
     own = finding.lost_ns and finding.lost_on != "device" and not headline.only_waited(finding)
     said = [f"{duration(finding.lost_ns)} {what} lost"] if own else []
     several = finding.lost_on != "host" and finding.of_ns > 1.5 * finding.window_ns > 0
-    whose = "on the GPU that waited most, " if several else ""
+    whose = " of the GPU that waited most" if several else ""
     if finding.device_share is None or finding.device_ns is None:
         return "; ".join(said) or (f"{duration(finding.lost_ns)} lost" if finding.lost_ns else "")
     if finding.device_ns:
         waited = f"the GPU waited {duration(finding.device_ns)}"
-        said.append(f"{waited}, {whose}{percent(finding.device_share)} of the serving window")
+        said.append(f"{waited}, {percent(finding.device_share)} of the serving window{whose}")
     elif finding.lost_ns:
         said.append("the GPU did not wait for it")
     return "; ".join(said)

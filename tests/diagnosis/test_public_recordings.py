@@ -91,6 +91,7 @@ def test_pageable_copies_are_found_and_a_program_start_is_told_apart(found, shar
     assert findings["pageable_memory"].lost_ns == pytest.approx(2.0e9, rel=0.1)
     starved = findings["gpu_starved"]
     assert sum(one.lost_ns for one in starved.where) == pytest.approx(starved.lost_ns, rel=1e-6), "one figure of it"
+    assert "take longer than the GPU work that they could hide behind" in starved.cure[0].text
     assert not QUEUE & set(findings) and "first_calls" not in findings
     parts = start_up(shared_data / "param/resnet_kineto.json.gz")
     made = parts["context and devices"]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from kvprobe.diagnosis.finding import Finding
 from kvprobe.diagnosis.verdict import MissingPart
-from kvprobe.reporting.compare import FindingChange, Shift, SubmissionCost
+from kvprobe.reporting.compare import FindingChange, Shift, SubmissionCost, compare_findings
 from kvprobe.reporting.compared import verdict
 from kvprobe.reporting.conclusion import Conclusion, conclude
 from kvprobe.reporting.units import TIMES_SIGN
@@ -32,7 +35,8 @@ def test_what_is_better_by_how_much_and_how_sure() -> None:
     assert one.state == "better"
     assert one.sentence.replace(TIMES_SIGN, "x") == (
         "b is better than a: “200 copies blocked” is gone (it cost 47% of the serving window, certain), and another "
-        "finding costs less than before, and a typical submission is 2 times faster (over all calls, 95% interval 1.82x to 2.22x), "
+        "finding costs less than before, and a typical submission is 2 times faster (over all calls, 95% interval "
+        "1.82x to 2.22x), "
         "which saves the threads 2.0% of their time."
     )
     assert said(change("more", 0.05, 0.3), at=AS_BEFORE).sentence.startswith(
@@ -91,3 +95,14 @@ def test_what_cannot_be_compared_is_undecided(one: Conclusion, why: str) -> None
     assert one.state == "undecided"
     assert one.sentence.startswith("Whether b is better than a is undecided: ")
     assert why in one.sentence
+
+
+def test_less_by_a_trifle_of_the_window_is_as_before() -> None:
+    """A thread lost more than before and a GPU waited a thousandth less for it: that is no less."""
+
+    def found(ms: int, share: float) -> list[Finding]:
+        made = Finding("synchronisation", "waits", "info", "likely", ms * 1_000_000, (), ())
+        return [replace(made, cost_share=share)]
+
+    assert [one.what for one in compare_findings(found(128, 0.002), found(130, 0.001))] == ["same"]
+    assert [one.what for one in compare_findings(found(128, 0.02), found(130, 0.01))] == ["less"]
