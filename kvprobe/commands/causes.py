@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 import textwrap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command", "document"]
 
+_NO_LIMIT = 1 << 16
 _WIDEST = 100  # columns: longer lines are hard to read
 
 
@@ -34,8 +37,11 @@ def command(name: str | None, as_json: bool) -> None:
         DESCRIBED.print(document([name] if name is not None else sorted(CAUSES)))
         return
     if name is None:
+        fits = sys.stdout.isatty() or "COLUMNS" in os.environ  # a pipe has no width
+        list_width = shutil.get_terminal_size().columns if fits else _NO_LIMIT
         for cause in sorted(CAUSES):
-            click.echo(f"{cause:24}{describe(cause).summary}")
+            line = f"{cause:24}{describe(cause).summary}"
+            click.echo(textwrap.fill(line, list_width, subsequent_indent=24 * " ", break_long_words=False))
         click.echo("\nkvprobe causes NAME explains one.")
         return
     found = describe(name)

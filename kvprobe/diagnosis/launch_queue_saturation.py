@@ -264,7 +264,8 @@ def _of_queues(found: Full) -> list[Evidence]:
             Evidence(
                 f"{first.aligned:.0%} of these calls returned when their stream finished an operation"
                 + (
-                    f": a weak sign here, because operations end so often that {first.chance:.0%} would by chance"
+                    f". This adds little to the other evidence: operations end so often here that {first.chance:.0%} "
+                    "of all calls would return so by chance"
                     if first.chance >= 0.5
                     else f"; by chance, {first.chance:.0%} would"
                 ),

@@ -239,3 +239,12 @@ def test_a_reader_that_has_gone_is_no_failure_of_a_check(arguments: list[str]) -
     with os.fdopen(writing, "wb") as gone:
         done = subprocess.run([sys.executable, "-m", "kvprobe", *arguments], stdout=gone, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_the_list_of_causes_is_wrapped_beside_the_names_and_whole_in_a_pipe(kvprobe, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = kvprobe("causes")[1].splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith(24 * " ") for line in lines)
+    monkeypatch.delenv("COLUMNS")
+    assert not any(line.startswith(" ") for line in kvprobe("causes")[1].splitlines())
