@@ -240,14 +240,16 @@ def an_adapter_that_a_thread_brings_by_synchronous_copies(d: Device) -> Truth:
     """
     pool, matrices = Pool(d, d.bytes_of(50)), 12
     adapters, fresh, free = (pool.count - 1) // matrices, Queue[int](), Queue[int]()
+    last = (0, 0)
 
     def bring() -> None:
+        nonlocal last
         number = 0
         while (bank := free.get()) >= 0:
             for i in range(matrices):
                 home = d.host + (number % adapters * matrices + i) * pool.size
-                to = d.device + (bank * matrices + i) * pool.size
-                d.check(d.lib.cudaMemcpy(to, home, pool.size, H2D))
+                last = (d.device + (bank * matrices + i) * pool.size, home)
+                d.check(d.lib.cudaMemcpy(*last, pool.size, H2D))
             fresh.put(bank)
             number += 1
             time.sleep(0.008)
@@ -270,6 +272,7 @@ def an_adapter_that_a_thread_brings_by_synchronous_copies(d: Device) -> Truth:
     d.spent.stop()
     free.put(-1)
     thread.join()
+    same(d, *last, pool.size)
     return {}
 
 
