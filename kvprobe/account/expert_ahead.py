@@ -16,11 +16,11 @@ import numpy as np
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Recording
 
-__all__ = ["Turns", "ahead_ns", "turns_of"]
+__all__ = ["UploadTurns", "ahead_ns", "turns_of"]
 
 
 @dataclass(frozen=True)
-class Turns:
+class UploadTurns:
     """Of one thread, one behind the other; arrays have one entry a turn, times are in ns.
 
     Attributes:
@@ -42,7 +42,7 @@ class Turns:
 
 def turns_of(
     recording: Recording, copies: Array, size: Array, issued: tuple[Array, Array], window: tuple[int, int]
-) -> Turns | None:
+) -> UploadTurns | None:
     """The turns of the thread that uploads most; None where it does not wait between its uploads.
 
     Args:
@@ -82,10 +82,10 @@ def turns_of(
         return None
     busy = end - begin - Cover(waits, waited).within(begin, end)
     each = float(np.median(calls["end_ns"][copies] - calls["start_ns"][copies]))
-    return Turns(begin, wait, end, busy, issuing, moved, each)
+    return UploadTurns(begin, wait, end, busy, issuing, moved, each)
 
 
-def ahead_ns(turns: Turns, computing: Cover, seen: Cover, ns_a_byte: float) -> int:
+def ahead_ns(turns: UploadTurns, computing: Cover, seen: Cover, ns_a_byte: float) -> int:
     """How long all turns take if uploads begin ahead.
 
     Args:
