@@ -168,6 +168,37 @@ def test_prefetching_saves_what_was_predicted(runtime: Runtime, compute_ns: int,
         assert near(change.saved_ns, before - after)
 
 
+class NeverWaiting(LlamaCpp):
+    """Knows the picks of all steps, and waits for nothing; uploads lie in the stream that computes."""
+
+    def step(self, picks: list[list[int]]) -> None:
+        for layer, picked in enumerate(picks):
+            for part in range(3):
+                self._bring(layer, part, picked, self.stream)
+            for _ in range(4):
+                self.runtime.launch(self.stream, self.compute_ns)
+
+    def step_ahead(self, picks: list[list[int]]) -> None:
+        """The same with uploads on a stream of their own."""
+        for layer, picked in enumerate(picks):
+            for part in range(3):
+                self._bring(layer, part, picked, self.copying, layer % 2)
+            self.runtime.record(self.events[layer % 2], self.copying)
+            self.runtime.wait(self.stream, self.events[layer % 2])
+            for _ in range(4):
+                self.runtime.launch(self.stream, self.compute_ns)
+
+
+@pytest.mark.parametrize("compute_ns", [10_000, 40_000])
+def test_prefetching_saves_what_was_predicted_where_no_turn_ends_with_a_wait(runtime: Runtime, compute_ns: int) -> None:
+    recording, _ = NeverWaiting(runtime, compute_ns).run()
+    _, gains = predicted(recording)
+    (change,) = (one for one in gains.changes if one.what == PREFETCH)
+    ahead, _ = NeverWaiting(runtime, compute_ns).run(ahead=True)
+    took = [int(np.ptp(one.executions["end_ns"])) for one in (recording, ahead)]
+    assert near(change.saved_ns, took[0] - took[1])
+
+
 SLOW = 12_000  # ns a submission: longer than a copy of one expert
 
 
