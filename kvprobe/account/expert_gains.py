@@ -3,9 +3,8 @@
 An upload costs what of its copy no kernel ran beside, and a call that uploads what the thread was in it, or on its way
 to the next one, while the GPU ran nothing. Copies and calls cost as much after a change as before.
 
-Whoever uploads ahead waits neither for the uploads nor for which experts are needed. That saves each pause of the GPU
-that has an upload in it, from the kernel before to the kernel behind, as far as the thread and the link can keep up:
-after it the thread does what it does now but wait, and the link carries what it carries now.
+Whoever uploads ahead waits neither for the uploads nor for which experts are needed, as far as the thread and the link
+can keep up (`expert_ahead`).
 
 `kvprobe run` does not see the GPU all the time, but every call. What it has not seen is taken to cost per byte and per
 call what it has. What is predicted is never more than what the account says was not computing, so extended.
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvprobe.account.account import Account, GpuAccount
+from kvprobe.account.expert_ahead import ahead_ns, turns_of
 from kvprobe.account.lines import COPIES, HOST, Line, Unknown
 from kvprobe.recordings.experts import ExpertUploads
 from kvprobe.recordings.intervals import Cover
@@ -77,8 +77,7 @@ def expert_gains(recording: Recording, account: Account, uploads: ExpertUploads)
     costs = _costs(recording, gpu, uploads) if gpu is not None else None
     changes = []
     if gpu is not None and costs is not None:
-        busy = max(costs.linked_ns, _thread_ns(recording, account, gpu, uploads))
-        changes.append(ExpertChange(PREFETCH, 0, 0, 0, 0, max(min(costs.pauses_ns, gpu.asked_ns - busy), 0)))
+        changes.append(ExpertChange(PREFETCH, 0, 0, 0, 0, max(costs.ahead_ns, 0)))
     held = uploads.held_bytes
     each = held / max(len(np.unique(uploads.key)), 1)
     for share in _SHARES:
@@ -99,15 +98,13 @@ class _Costs:
         copied: because of the copy of each upload, (uploads,).
         of: the number of each upload's call, (uploads,).
         called: because of each call, while nothing ran, (calls,).
-        pauses_ns: in all pauses with an upload in them.
-        linked_ns: for how long the link carried loads, whatever ran beside them.
+        ahead_ns: of this, and of the waits for which experts are needed, what goes if uploads begin ahead.
     """
 
     copied: Array
     of: Array
     called: Array
-    pauses_ns: int
-    linked_ns: int
+    ahead_ns: int
 
     @property
     def total_ns(self) -> int:
@@ -185,9 +182,15 @@ def _costs(recording: Recording, gpu: GpuAccount, uploads: ExpertUploads) -> _Co
     hidden_ns = cut.sum_ns(_hidden(gpu))
     most = min(gpu.not_computing_ns * more, gpu.not_computing_ns + hidden_ns)
     fits = min(most / max(copied.sum() + called.sum(), 1), 1.0)
-    pauses = min(_pauses_ns(gpu, Cover(*issued), running, share) * more, most)
     linked = (loads if loads is not None else running).total_ns * more
-    return _Costs(copied * fits, of, called * fits, int(pauses), int(linked))
+    total = float(copied.sum() + called.sum()) * fits
+    turns = turns_of(recording, copies, size, (made, issued[1]), (gpu.from_ns, gpu.to_ns))
+    ahead = min(total, gpu.asked_ns - linked)
+    if turns is not None:
+        computing = _cover(gpu, cut.line == Line.COMPUTING)
+        lasted = int((turns.end - turns.begin).sum())
+        ahead = min(lasted - ahead_ns(turns, computing, seen, linked / float(size.sum())), most)
+    return _Costs(copied * fits, of, called * fits, int(ahead))
 
 
 def _hidden(gpu: GpuAccount) -> Array:
@@ -240,34 +243,6 @@ def _next_calls(recording: Recording, copies: Array, uploads: ExpertUploads) -> 
     place = np.searchsorted(copies, one[both])
     out[place] = np.maximum(start[following[both]], out[place])
     return out
-
-
-def _pauses_ns(gpu: GpuAccount, issued: Cover, running: Cover, share: float) -> int:
-    """How long the GPU waited in all pauses with an upload in them; a `share` of what ran there are uploads."""
-    cut = gpu.stretches
-    waits = np.isin(cut.line, np.array((*COPIES, *HOST), dtype=np.uint8))
-    idle = waits | ((cut.line == Line.NOT_KNOWN) & (cut.detail == Unknown.BETWEEN_OPERATIONS))
-    pause = np.cumsum(np.append(True, idle[1:] != idle[:-1]))
-    waited = np.bincount(pause, np.where(waits, cut.ns, 0))
-    called, copied = (np.bincount(pause, one.within(cut.start, cut.end)) > 0 for one in (issued, running))
-    return int(waited[called].sum() + share * waited[copied & ~called].sum())
-
-
-def _thread_ns(recording: Recording, account: Account, gpu: GpuAccount, uploads: ExpertUploads) -> int:
-    """For how long the thread that uploads most would be busy if it uploaded ahead.
-
-    It does what it does now but wait for the GPU or for requests. Instead of each wait for the GPU it makes two calls,
-    so that the copies are there before what computes with them: these take as long as a call that uploads.
-    """
-    calls, made = recording.calls, np.unique(uploads.call)
-    threads, many = np.unique(calls["thread"][made], return_counts=True)
-    most, pid = int(threads[np.argmax(many)]), int(recording.processes["pid"][uploads.process])
-    one = next((one for one in account.threads if one.thread == most and one.pid == pid), None)
-    if one is None:
-        return 0
-    waited = one.ns(Line.WAITING_FOR_DEVICE, Line.FULL_QUEUE, Line.NOTHING_TO_DO)
-    each = float(np.median(calls["end_ns"][made] - calls["start_ns"][made]))
-    return max(one.window_ns - waited - gpu.open_ns, 0) + int(2 * each * len(one.waits_from))
 
 
 def _span_bytes(recording: Recording, gpu: GpuAccount) -> int:

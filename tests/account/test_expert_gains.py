@@ -155,13 +155,48 @@ def test_whole_tensors_on_the_gpu_save_what_was_predicted(runtime: Runtime) -> N
     assert near(change.saved_ns, before - after)
 
 
-@pytest.mark.parametrize("compute_ns", [10_000, 30_000, 60_000])
-def test_prefetching_saves_what_was_predicted(runtime: Runtime, compute_ns: int) -> None:
-    recording, before = LlamaCpp(runtime, compute_ns).run()
+@pytest.mark.parametrize("compute_ns", [10_000, 40_000, 80_000])
+@pytest.mark.parametrize("submit_ns", [1_000, 3_000, 5_000, 8_000, 12_000])
+def test_prefetching_saves_what_was_predicted(runtime: Runtime, compute_ns: int, submit_ns: int) -> None:
+    recording, before = LlamaCpp(runtime, compute_ns, submit_ns=submit_ns).run()
     _, gains = predicted(recording)
     (change,) = (one for one in gains.changes if one.what == PREFETCH)
-    _, after = LlamaCpp(runtime, compute_ns).run(ahead=True)
-    assert near(change.saved_ns, before - after)
+    _, after = LlamaCpp(runtime, compute_ns, submit_ns=submit_ns).run(ahead=True)
+    if before - after < 0.05 * before:  # the thread alone is as slow: its calls are more, if anything
+        assert change.saved_ns is not None and change.saved_ns < 0.05 * before
+    else:
+        assert near(change.saved_ns, before - after)
+
+
+class NeverWaiting(LlamaCpp):
+    """Knows the picks of all steps, and waits for nothing; uploads lie in the stream that computes."""
+
+    def step(self, picks: list[list[int]]) -> None:
+        for layer, picked in enumerate(picks):
+            for part in range(3):
+                self._bring(layer, part, picked, self.stream)
+            for _ in range(4):
+                self.runtime.launch(self.stream, self.compute_ns)
+
+    def step_ahead(self, picks: list[list[int]]) -> None:
+        """The same with uploads on a stream of their own."""
+        for layer, picked in enumerate(picks):
+            for part in range(3):
+                self._bring(layer, part, picked, self.copying, layer % 2)
+            self.runtime.record(self.events[layer % 2], self.copying)
+            self.runtime.wait(self.stream, self.events[layer % 2])
+            for _ in range(4):
+                self.runtime.launch(self.stream, self.compute_ns)
+
+
+@pytest.mark.parametrize("compute_ns", [10_000, 40_000])
+def test_prefetching_saves_what_was_predicted_where_no_turn_ends_with_a_wait(runtime: Runtime, compute_ns: int) -> None:
+    recording, _ = NeverWaiting(runtime, compute_ns).run()
+    _, gains = predicted(recording)
+    (change,) = (one for one in gains.changes if one.what == PREFETCH)
+    ahead, _ = NeverWaiting(runtime, compute_ns).run(ahead=True)
+    took = [int(np.ptp(one.executions["end_ns"])) for one in (recording, ahead)]
+    assert near(change.saved_ns, took[0] - took[1])
 
 
 SLOW = 12_000  # ns a submission: longer than a copy of one expert
@@ -175,9 +210,6 @@ def test_where_the_thread_is_slower_than_the_link_its_calls_are_what_is_saved(ru
     assert near(slots.saved_ns, before - after)
     _, after = LlamaCpp(runtime, fixed=tuple(range(fixed.count)), submit_ns=SLOW).run()
     assert near(fixed.saved_ns, before - after)
-    (ahead,) = (one for one in gains.changes if one.what == PREFETCH)
-    _, after = LlamaCpp(runtime, submit_ns=SLOW).run(ahead=True)
-    assert ahead.saved_ns == pytest.approx(before - after, abs=0.02 * before)  # the thread was never idle for long
 
 
 def holes(recording: Recording, seed: int, share: float) -> list[tuple[int, int]]:
