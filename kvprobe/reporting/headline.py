@@ -384,7 +384,9 @@ def call_text(call: TracedCall, direction: str, stream: str) -> str:
     way = f", {direction}," if direction else ""
     where = f" on {stream}" if stream else ""
     thread = f" in thread {call.thread}" if call.thread >= 0 else ""
-    longer, what = call.lost_ns > call.dur_ns, "its copy" if direction else "what it submitted"
+    puts = any(name in call.name.lower() for name in ("launchhostfunc", "streamaddcallback"))
+    what = "its copy" if direction else "its function" if puts else "what it submitted"
+    longer = call.lost_ns > call.dur_ns
     cost = f"took {duration(call.dur_ns)}" + (f", and {what} cost {duration(call.lost_ns)}," if longer else "")
     return f"{way} {cost}{where}{thread}"
 

@@ -1,0 +1,78 @@
+"""The first change, and the call that is named, fit what a recording of a GPU shows to have cost the time."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvprobe.account import Line
+from kvprobe.diagnosis import Examination, Finding, examine
+from kvprobe.recordings import open_recording
+from kvprobe.reporting.headline import call_text
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "corpus"))
+
+from grade import unpack
+
+KEEP, POOL = "Keep the GPU's memory from one step to the next", "Allocate and pin memory once"
+DATA = Path(__file__).resolve().parents[1] / "gpu" / "data"
+
+
+def examined(path: str, into: Path) -> Examination:
+    return examine(open_recording(unpack(DATA / path, into)))
+
+
+def of(found: Examination, cause: str) -> Finding:
+    (finding,) = [one for one in found if one.cause == cause]
+    return finding
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("torch_cache_emptied_in_each_step", KEEP),
+        ("device_memory_made_and_freed_in_each_step", KEEP),
+        ("a_staging_buffer_pinned_for_each_request", POOL),
+    ],
+)
+def test_memory_of_the_gpu_is_kept_and_memory_of_the_host_is_pinned_once(name, change, tmp_path):
+    finding = of(examined(f"accounts/nsys/{name}.sqlite.gz", tmp_path), "allocation_on_hot_path")
+    assert finding.cure[0].text.startswith(change) and 0.9 * finding.lost_ns < finding.cure[0].predicted_saving_ns
+    assert not [one for one in finding.cure if one.text.startswith(POOL if change == KEEP else KEEP)]
+
+
+@pytest.mark.parametrize(
+    "name, calls", [("a_staging_buffer_pinned_for_each_request", 59), ("torch_pin_memory_for_each_request", 29)]
+)
+def test_what_is_pinned_for_each_request_is_one_finding_from_the_first_request_on(name, calls, tmp_path):
+    """30 requests; a warm-up of 32 submissions is half of them, and is no start-up in a program that goes on so."""
+    found = examined(f"accounts/nsys/{name}.sqlite.gz", tmp_path)
+    finding = of(found, "allocation_on_hot_path")
+    assert finding.title.startswith(f"{calls} allocations between submissions")
+    (gpu,) = found.account.gpus
+    assert finding.device_ns > 0.99 * gpu.ns(Line.ALLOCATING)
+    assert not [one for one in found if one.cause == "waiting_for_host"]
+
+
+@pytest.mark.parametrize("form", ["nsys/{}.sqlite.gz", "kineto/{}.json.gz"])
+def test_a_thread_that_waits_for_a_host_function_of_its_own_is_told_so(form, tmp_path):
+    """Each step ends with a callback of 2 ms; the thread waits for the stream while the GPU runs nothing."""
+    found = examined(f"accounts/{form.format('a_callback_in_the_stream_of_the_model')}", tmp_path)
+    finding = of(found, "waiting_for_host")
+    assert finding.title.endswith("the thread waited for a host function that it had put into the stream")
+    assert finding.cure[0].text.startswith("Take the host functions out of the stream")
+    (gpu,) = found.account.gpus
+    assert finding.cure[0].predicted_saving_ns == pytest.approx(gpu.ns(Line.WAITING_FOR_DEVICE), rel=0.02)
+    call = finding.calls[0]
+    assert call.name == "cudaLaunchHostFunc" and 2_000_000 < call.lost_ns < 3_500_000
+    assert "its function cost" in call_text(call, "", "stream 7")
+    assert any("waited 229 times for a host function" in one.text for one in finding.evidence) or "kineto" in form
+
+
+def test_the_calls_that_are_listed_are_those_in_which_the_time_was_lost(tmp_path):
+    found = examined("accounts/nsys/the_device_synchronised_after_each_kernel.sqlite.gz", tmp_path)
+    finding = of(found, "waiting_for_host")
+    assert "the thread submitted" in finding.title
+    assert {one.name for one in finding.calls} == {"cudaLaunchKernel"}
