@@ -64,8 +64,14 @@ class Explainer:
         )
         self._window_ns = max((gpu.window_ns for gpu in account.gpus if gpu.seen), default=0)
 
-    def host(self, cause: str, start: Array, end: Array, caller: Array, ns: Array) -> ExplainedTime:
-        """Of calls of threads: from `start` to `end`, by `caller`, of which `ns` is lost in each; (calls,) int64."""
+    def host(
+        self, cause: str, start: Array, end: Array, caller: Array, ns: Array, held: Array | None = None
+    ) -> ExplainedTime:
+        """Of calls of threads: from `start` to `end`, by `caller`, of which `ns` is lost in each; (calls,) int64.
+
+        `held` is a mask over calls that wait for copies which no kernel needs. What ran alone until they had ended, and
+        before the thread had launched the next kernel, is the calls' doing.
+        """
         account, proves = self.account, proven_line(cause)
         waits = proves == Line.WAITING_FOR_DEVICE  # for copies: nothing else may run while these do
         fills = proves == Line.FULL_QUEUE
@@ -88,6 +94,12 @@ class Explainer:
             elif number < _CALLERS:
                 saved += self._saved(one, start[rows], end[rows], ns[rows])
             got = [account.claim(cause, start[rows], end[rows], HOST, becomes=proves, caller=one)]
+            if held is not None and held[rows].any():
+                movable = {place: self._movable(gpu) for place, gpu in enumerate(account.gpus)}
+                rows = rows[held[rows]]
+                alone = account.claim(cause, start[rows], end[rows], COPIES, caller=one)
+                saved += max((min(more, movable[place]) for place, more in alone.items()), default=0)
+                got.append(alone)
             if not waits:
                 most = self._movable if fills else None
                 got.append(account.claim(cause, start[rows], end[rows], COPIES, caller=one, most_ns=most))

@@ -406,6 +406,7 @@ class JoinedRecording(Joined):
         ns: Array,
         *,
         least_ns: int | None = None,
+        held: Array | None = None,
         **explanation: Unpack[Explanation],
     ) -> Finding | None:
         """Claims `ns` of the calls `rows` and says so, or nothing where the loss is not worth a line.
@@ -417,6 +418,7 @@ class JoinedRecording(Joined):
             rows: rows of `calls`, distinct.
             ns: what to claim of each.
             least_ns: a floor of its own instead of `notable`.
+            held: mask over `rows`, as for `Explainer.host`.
             explanation: `evidence` (best first) and `cure`; `reason`, `severity` and `chart` where there are any.
         """
         if not len(rows):
@@ -427,6 +429,7 @@ class JoinedRecording(Joined):
         if total <= 0 or not (self.notable(total, span) if least_ns is None else total >= least_ns):
             return None
         got = self.host.claim(cause, rows, ns)
+        held = None if held is None else held[got > 0]
         rows, got = rows[got > 0], got[got > 0]
         window = int(self.start[rows].min()), int(self.end[rows].max())
         places, calls = self.places(rows, got), longest(self, rows, got)
@@ -435,7 +438,7 @@ class JoinedRecording(Joined):
         if confidence == "cannot tell":
             explained = self.explainer.question(start, end, self.caller[rows], got)
         else:
-            explained = self.explainer.host(cause, start, end, self.caller[rows], got)
+            explained = self.explainer.host(cause, start, end, self.caller[rows], got, held)
         return self._finding(cause, title, confidence, loss, explanation, explained)
 
     def open_question(
