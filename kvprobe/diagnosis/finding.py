@@ -132,6 +132,8 @@ class Change:
         at: "file:line" of the call to change, where a stack of the finding's calls tells it.
         share: share of the finding's lost time that this change alone saves, 0 to 1, by a model of the mechanism; None
             where it was not modelled.
+        ends: whether it takes away what the calls waited for. Any other change lets the thread go on, and saves no more
+            than until the thread waits for the same thing elsewhere.
         predicted_saving_ns: wall time that it saves: of the time that a GPU waits, and where no GPU was seen or none
             computes, of the thread's; filled in when the loss is known, None where it was not modelled.
         thread_saving_ns: time that threads are held up less, whether or not a GPU waits for them; None likewise.
@@ -143,6 +145,7 @@ class Change:
     value: str = ""
     at: str = ""
     share: float | None = None
+    ends: bool = False
     predicted_saving_ns: int | None = None
     thread_saving_ns: int | None = None
 

@@ -612,7 +612,13 @@ class JoinedRecording(Joined):
             possible = loss.ns
         # Where no time is known, none is predicted to be saved: 0 would put the change behind all others.
         spared = loss.ns if loss.on == "host" else 0
-        saved = (change if loss.on == "none" else change.of(possible, spared) for change in more["cure"])
+        whole = possible
+        if explained.device_ns and any(change.ends for change in more["cure"]):
+            whole += self.explainer.take(min(loss.ns, explained.device_ns) - possible)
+        saved = (
+            change if loss.on == "none" else change.of(whole if change.ends else possible, spared)
+            for change in more["cure"]
+        )
         cure = (replace(change, at=line if change.kind == "call" else "") for change in saved)
         return Finding(
             cause=cause,

@@ -10,7 +10,7 @@ import pytest
 from kvprobe.account import Line
 from kvprobe.diagnosis import Examination, Finding, examine
 from kvprobe.recordings import open_recording
-from kvprobe.reporting.headline import call_text
+from kvprobe.reporting.headline import call_text, terminal_lines
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "corpus"))
 
@@ -76,3 +76,33 @@ def test_the_calls_that_are_listed_are_those_in_which_the_time_was_lost(tmp_path
     finding = of(found, "waiting_for_host")
     assert "the thread submitted" in finding.title
     assert {one.name for one in finding.calls} == {"cudaLaunchKernel"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "fresh/nsys/layers_handed_to_a_peer_that_is_late.sqlite.gz",
+        "accounts/nsys/stores_of_16_kib_behind_a_callback.sqlite.gz",
+        "accounts/kineto/kernels_and_copies_behind_a_callback.json.gz",
+    ],
+)
+def test_a_queue_that_fills_behind_a_host_function_is_cured_at_the_function(path, tmp_path):
+    """A callback of 45 to 180 ms holds the stream; where its thread waits for the stream anyway, nothing else helps."""
+    recording = open_recording(unpack(DATA / path, tmp_path))
+    finding = of(examine(recording), "fence_before_copies")
+    assert "waited for a host function (cudaLaunchHostFunc)" in terminal_lines(recording, finding)[0]
+    assert "their stream waited for a host function" in finding.evidence[0].text
+    first, *others = finding.cure
+    assert first.text.startswith("Shorten what the stream waits for") and first.predicted_saving_ns == finding.device_ns
+    assert max(one.predicted_saving_ns or 0 for one in others) < 0.1 * finding.device_ns
+    assert not [one for one in finding.cure if "forward pass" in one.text]
+    recording.names = [name.replace("LaunchHostFunc", "ThreadExchangeStreamCaptureMode") for name in recording.names]
+    finding = of(examine(recording), "fence_before_copies")
+    assert "waited for something outside of the GPU" in finding.title
+    assert finding.cure[0].text.startswith("Find what the stream waits for outside of the GPU")
+
+
+def test_what_all_findings_save_stays_within_what_the_gpu_waits(tmp_path):
+    found = examined("fresh/nsys/layers_handed_to_a_peer_that_is_late.sqlite.gz", tmp_path)
+    (gpu,) = found.account.gpus
+    assert sum(one.predicted_saving_ns or 0 for one in found) <= gpu.not_computing_ns
