@@ -135,8 +135,10 @@ class Change:
         ends: whether it takes away what the calls waited for. Any other change lets the thread go on, and saves no more
             than until the thread waits for the same thing elsewhere.
         predicted_saving_ns: wall time that it saves: of the time that a GPU waits, and where no GPU was seen or none
-            computes, of the thread's; filled in when the loss is known, None where it was not modelled.
-        thread_saving_ns: time that threads are held up less, whether or not a GPU waits for them; None likewise.
+            computes, of the thread's; filled in when the loss is known, None where it was not modelled, or where no
+            kernel follows that a GPU could have waited with.
+        thread_saving_ns: time that threads are held up less, whether or not a GPU waits for them; None where it was not
+            modelled.
     """
 
     text: str
@@ -154,12 +156,16 @@ class Change:
         """What is the same change in two findings."""
         return self.kind, self.name or self.text, self.value
 
-    def of(self, wall_ns: int, thread_ns: int) -> Change:
-        """This change for a finding without which `wall_ns` would be saved, and threads held up less by `thread_ns`."""
+    def of(self, wall_ns: int | None, thread_ns: int) -> Change:
+        """This change for a finding without which `wall_ns` would be saved, and threads held up less by `thread_ns`.
+
+        `wall_ns` is None where nothing shows whether a GPU waited.
+        """
         if self.share is None:
             return self
         share = min(max(self.share, 0.0), 1.0)
-        return replace(self, predicted_saving_ns=int(wall_ns * share), thread_saving_ns=int(thread_ns * share))
+        saving = None if wall_ns is None else int(wall_ns * share)
+        return replace(self, predicted_saving_ns=saving, thread_saving_ns=int(thread_ns * share))
 
     def to_json(self) -> ChangeJson:
         """The fields that a program needs; `predicted_saving_ns` is null where it was not modelled."""
@@ -179,6 +185,8 @@ def best_first(changes: Iterable[Change]) -> tuple[Change, ...]:
 
     def place(change: Change) -> tuple[int, int, int]:
         saving, spared = change.predicted_saving_ns, change.thread_saving_ns or 0
+        if saving is None and spared:
+            return 0, 0, -spared
         return (1, 0, 0) if saving is None else (0, -saving, -spared) if saving or spared else (2, 0, 0)
 
     return tuple(sorted(changes, key=place))
@@ -362,6 +370,7 @@ class Finding:
         device_ns: of the time in which a GPU ran no kernel, what this explains (`kvprobe.account`); None where the
             recording does not show what the GPUs did.
         window_ns: length of the window of that GPU; 0 where none was seen.
+        no_kernel_follows: most of what threads lost lies behind the last kernel: whether a GPU waited, nothing shows.
         cost_share: what its severity goes by, 0 to 1: the GPU's loss, of the window; or what its threads lost where
             nothing shows what that cost the GPU, of their time; the greater of the two.
         at_stake: the severity by the time lost alone: of one that abstains, what it would have were it told.
@@ -383,6 +392,7 @@ class Finding:
     of_ns: int = 0
     device_ns: int | None = None
     window_ns: int = 0
+    no_kernel_follows: bool = False
     cost_share: float = 0.0
     at_stake: Severity = "info"
 

@@ -612,11 +612,12 @@ class JoinedRecording(Joined):
             possible = loss.ns
         # Where no time is known, none is predicted to be saved: 0 would put the change behind all others.
         spared = loss.ns if loss.on == "host" else 0
+        open_ = explained.saved_ns is not None and not possible and 2 * explained.open_ns > loss.ns
         whole = possible
         if explained.device_ns and any(change.ends for change in more["cure"]):
             whole += self.explainer.take(min(loss.ns, explained.device_ns) - possible)
         saved = (
-            change if loss.on == "none" else change.of(whole if change.ends else possible, spared)
+            change if loss.on == "none" else change.of(whole if change.ends else None if open_ else possible, spared)
             for change in more["cure"]
         )
         cure = (replace(change, at=line if change.kind == "call" else "") for change in saved)
@@ -637,6 +638,7 @@ class JoinedRecording(Joined):
             of_ns=self._span_of(loss),
             device_ns=explained.device_ns,
             window_ns=explained.window_ns,
+            no_kernel_follows=open_ and loss.on == "host",
             cost_share=self._cost_share(loss, explained),
             at_stake=self._at_stake(confidence, loss, explained),
         )

@@ -155,6 +155,9 @@ def saving_text(change: Change, before: Sequence[Change] = ()) -> str:
         return f"an alternative to change {promised.index(promise) + 1}, {does} the same {much}"
     if change.kind == "recording":
         return ""
+    if change.predicted_saving_ns is None and change.thread_saving_ns:
+        freed = f"predicted to free the thread for {duration(change.thread_saving_ns)}"
+        return f"{freed}; no kernel follows, so nothing shows whether that saves wall time"
     if change.predicted_saving_ns is None:
         return "saving not predicted"
     saved, spared = change.predicted_saving_ns, change.thread_saving_ns or 0
@@ -339,7 +342,7 @@ def _facts_of(first: Finding) -> list[Fact]:
     """The costliest finding in figures."""
     facts = []
     several = first.lost_on != "host" and first.window_ns > 0 and first.of_ns > 1.5 * first.window_ns
-    if first.device_share is not None and first.device_ns is not None:
+    if first.device_share is not None and first.device_ns is not None and not first.no_kernel_follows:
         of_window = f"{percent(first.device_share)} of the serving window"
         if several:
             of_window += ", on the GPU that waited most"

@@ -10,7 +10,7 @@ import pytest
 from kvprobe.account import Line
 from kvprobe.diagnosis import Examination, Finding, examine
 from kvprobe.recordings import open_recording
-from kvprobe.reporting.headline import call_text, terminal_lines
+from kvprobe.reporting.headline import _facts_of, call_text, terminal_lines
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "corpus"))
 
@@ -100,6 +100,23 @@ def test_a_queue_that_fills_behind_a_host_function_is_cured_at_the_function(path
     finding = of(examine(recording), "fence_before_copies")
     assert "waited for something outside of the GPU" in finding.title
     assert finding.cure[0].text.startswith("Find what the stream waits for outside of the GPU")
+
+
+@pytest.mark.parametrize("name", ["nsys_saturated.sqlite.gz", "kineto_saturated.json.gz"])
+def test_a_thread_that_is_blocked_behind_the_last_kernel_is_not_said_to_cost_no_wall_time(name, tmp_path):
+    """3,000 copies behind one kernel, and nothing after them: whether a model waited, the recording does not show."""
+    recording = open_recording(unpack(DATA / name, tmp_path))
+    finding = of(examine(recording), "launch_queue_saturation")
+    assert finding.severity == "critical" and finding.no_kernel_follows
+    assert {one.predicted_saving_ns for one in finding.cure} == {None}
+    said = " ".join(terminal_lines(recording, finding)[-1].split())
+    assert said.startswith("predicted to free the thread for")
+    assert said.endswith("no kernel follows, so nothing shows whether that saves wall time")
+    assert not _facts(finding, "The GPU waited")
+
+
+def _facts(finding: Finding, label: str) -> list[str]:
+    return [one.value for one in _facts_of(finding) if one.label == label]
 
 
 def test_what_all_findings_save_stays_within_what_the_gpu_waits(tmp_path):
