@@ -238,8 +238,8 @@ def _fewer_weights(waited: WaitedCopies) -> Change:
     """What is left to do where prefetching is promised already."""
     how = " without waiting for each copy (`.to(device, non_blocking=True)`)" if waited.most else ""
     return Change(
-        f"Prefetch the weights{how}: `{WEIGHTS}` says what that saves. For the rest, move fewer bytes: keep more "
-        "layers on the GPU, or hold them in fewer bits",
+        "Move fewer bytes: keep more layers on the GPU, or hold them in fewer bits. What prefetching the other layers"
+        f"{how} saves, `{WEIGHTS}` counts: it is no part of this finding",
         "setting",
     )
 

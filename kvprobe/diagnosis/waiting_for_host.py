@@ -20,7 +20,8 @@ did in a pause of this kind, kvprobe does not decide about the pause, either: th
 waited for one.
 
 Time lost: the wall time in which the GPU ran nothing for this reason. Predicted saving: all the time that a change
-is about. If the thread prepares the next step while the GPU works, the saving is at most what fits beside this work.
+is about. Without waits for the GPU, the thread also submits while the GPU computes: what fits beside is saved, too. If
+the thread prepares the next step while the GPU works, the saving is at most what fits beside this work.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvprobe.account import COPIES, HOST, OPEN, GpuAccount, Line, Unknown, Worked, covers_of
+from kvprobe.account import COPIES, HOST, IDLE, OPEN, GpuAccount, Line, Unknown, Worked, covers_of
 from kvprobe.account.chain import hidden_beside_work
 from kvprobe.account.lines import line_of_calls
-from kvprobe.diagnosis.finding import MEASURED, Change, Evidence, Finding, Loss, TracedCall, Where, cause_of
+from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, TracedCall, Where, cause_of
 from kvprobe.diagnosis.host_functions import (
     HELD,
     IN_FUNCTIONS,
@@ -206,7 +207,12 @@ def _left(joined: JoinedRecording) -> Finding | None:
     part = "all this time" if first.ns == lost else f"for {ms(first.ns)} of this wait"
     title = f"The GPU waited {{lost}} for the host, {of_the_time(lost, gpu)}: {part}, {first.title}"
     matter = [part for part in parts[:3] if 100 * part.ns >= lost]
-    cure = [_of_part(change, _saved(gpu, part) / lost) for part in matter for change in part.cure]
+    ahead = _submitted_ahead(gpu, mine)
+    if ahead and any(part.line == Line.WAITING_FOR_DEVICE for part in matter):
+        text = f"without the waits for the GPU, {ms(ahead)} of submitting would run while the GPU computes"
+        evidence.append(Evidence(text, ahead, "ns", INFERRED))
+    saved = [_saved(gpu, part) + (ahead if part.line == Line.WAITING_FOR_DEVICE else 0) for part in matter]
+    cure = [_of_part(change, ns / lost) for part, ns in zip(matter, saved, strict=True) for change in part.cure]
     return joined.line_finding(CAUSE, title, gpu, loss, evidence=evidence, cure=cure)
 
 
@@ -263,6 +269,19 @@ def _saved(gpu: GpuAccount, part: _Part) -> int:
         return part.ns
     cut = gpu.stretches
     here = part.mine
+    return hidden_beside_work(_busy(gpu), cut.start[here], cut.end[here], cut.ns[here])
+
+
+def _submitted_ahead(gpu: GpuAccount, mine: Array) -> int:
+    """Of submitting in idle gaps that begin with a wait for the GPU, what fits beside its work without the waits, ns.
+
+    A thread that does not wait submits the next operation while this one runs.
+    """
+    cut = gpu.stretches
+    idles = among(cut.line, IDLE)
+    gap = np.cumsum(~idles)
+    waits = mine & (cut.line == Line.WAITING_FOR_DEVICE)
+    here = mine & (cut.line == Line.SUBMITTING) & np.isin(gap, gap[waits])
     return hidden_beside_work(_busy(gpu), cut.start[here], cut.end[here], cut.ns[here])
 
 

@@ -78,6 +78,32 @@ def test_the_calls_that_are_listed_are_those_in_which_the_time_was_lost(tmp_path
     assert {one.name for one in finding.calls} == {"cudaLaunchKernel"}
 
 
+def test_a_thread_that_does_not_wait_also_submits_ahead(tmp_path):
+    """The device is synchronised after each kernel: without that, each launch runs beside the kernel before it."""
+    found = examined("accounts/nsys/the_device_synchronised_after_each_kernel.sqlite.gz", tmp_path)
+    first, second, *_ = of(found, "waiting_for_host").cure
+    (gpu,) = found.account.gpus
+    assert first.text.startswith("Do not let the host wait") and second.text.startswith(
+        "Submit many operations at once"
+    )
+    both = gpu.ns(Line.WAITING_FOR_DEVICE, Line.SUBMITTING)
+    assert gpu.ns(Line.SUBMITTING) < first.predicted_saving_ns <= both
+
+
+def test_the_first_change_of_a_finding_is_its_own(tmp_path):
+    found = examined("fresh/nsys/torch_layers_moved_by_to_without_non_blocking.sqlite.gz", tmp_path)
+    first = of(found, "waiting_for_copies").cure[0].text
+    assert first.startswith("Move fewer bytes") and "`weights_not_overlapped` counts" in first
+
+
+def test_a_saving_says_of_which_of_two_things_it_is(tmp_path):
+    found = examined("fresh/nsys/a_prefix_read_from_a_file_before_each_prefill.sqlite.gz", tmp_path)
+    first = of(found, "gpu_starved").cure[0]
+    assert "The saving is predicted for the first alone" in first.text
+    (fits,) = [one for one in of(found, "gpu_starved").evidence if "can run beside the GPU's work" in one.text]
+    assert first.predicted_saving_ns == pytest.approx(fits.value, rel=0.01)
+
+
 @pytest.mark.parametrize(
     "path",
     [
