@@ -101,7 +101,7 @@ def _waited(finding: Finding) -> str:
     """How long the GPU waited for what threads or copies lost, behind a finding's title; "" where no GPU was seen."""
     from kvprobe.reporting.units import duration
 
-    if finding.device_ns is None or finding.lost_on in ("device", "none"):
+    if finding.device_ns is None or finding.lost_on in ("device", "none") or finding.no_kernel_follows:
         return ""
     return (
         f"; the GPU waited {duration(finding.device_ns)} for it"

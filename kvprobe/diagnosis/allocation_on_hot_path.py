@@ -5,10 +5,12 @@ lock, may wait for the GPU, and pin page by page (tens of milliseconds for 100 M
 calls is a pause.
 
 Signature: one of these calls takes at least 20 µs, and its thread submits work before and after the call. The first 32
-submissions of a process are set-up and do not count. If the call waited for another thread's blocked submission, the
-cause is `context_lock_stall`.
+submissions of a process are set-up and do not count, unless their thread calls the same function eight times and
+more afterwards. If the call waited for another thread's blocked submission, the cause is `context_lock_stall`.
 
-Predicted saving: a pool that is filled before serving saves the whole time in these calls.
+Predicted saving: a pool that is filled before serving saves the whole time in the calls that it replaces. A pool of
+pinned memory replaces the calls that pin. A pool of the GPU's memory, or `cudaMallocAsync` with a pool that keeps the
+memory, replaces the calls that allocate and free it.
 """
 
 from __future__ import annotations
@@ -17,13 +19,23 @@ import numpy as np
 
 from kvprobe.account import Line
 from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, cause_of
-from kvprobe.diagnosis.joined import JoinedRecording, ms
+from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import ascending
 from kvprobe.recordings.model import CallKind
 from kvprobe.recordings.serving import WARM
 
 CAUSE = cause_of(__name__)
 PROVES = Line.ALLOCATING
+HABIT = 8  # calls of one function after the first submissions of a thread: those before them were no set-up
+POOL = (
+    "Allocate and pin memory once, before serving, and take buffers from this pool (one large cudaHostAlloc or "
+    "cudaHostRegister)"
+)
+KEEP = (
+    "Keep the GPU's memory from one step to the next: take buffers from a pool that is filled before serving. In "
+    "torch, do not empty the allocator's cache while serving (torch.cuda.empty_cache)"
+)
 
 
 def find(joined: JoinedRecording) -> Finding | None:
@@ -44,9 +56,10 @@ def find(joined: JoinedRecording) -> Finding | None:
             keep &= ~mine
         else:
             keep &= ~mine | ((joined.start[rows] > times.min()) & (joined.end[rows] < times.max()))
-    rows = rows[keep]
-    if not len(rows):
+    if not keep.any():
         return None
+    keep |= _made_since_the_first(joined, rows, keep)
+    rows = rows[keep]
     ns = joined.host.free_ns[rows]
     names = {joined.text(i): int(ns[joined.name[rows] == i].sum()) for i in np.unique(joined.name[rows])}
     worst = max(names, key=lambda name: names[name])
@@ -78,25 +91,39 @@ def find(joined: JoinedRecording) -> Finding | None:
     )
 
 
+def _made_since_the_first(joined: JoinedRecording, rows: Array, keep: Array) -> Array:
+    """Mask over `rows`: calls among the first submissions of a thread that makes them all the time, as `keep` shows."""
+    mask = np.zeros(len(rows), dtype=bool)
+    inside = joined.serving.holds(joined.process[rows], joined.start[rows])
+    for caller in np.unique(joined.caller[rows[keep]]):
+        mine = joined.caller[rows] == caller
+        names, counts = np.unique(joined.name[rows[mine & keep]], return_counts=True)
+        mask |= mine & inside & among(joined.name[rows], names[counts >= HABIT])
+    return mask
+
+
 def _changes(names: dict[str, int]) -> list[Change]:
-    """What to do about calls of these names, ns: host memory is pinned by other calls than a device's is allocated."""
+    """What to do about calls of these names, ns: the costlier kind of memory first, each with its part of the time."""
+    total = sum(names.values())
     pinning = sum(ns for name, ns in names.items() if "Host" in name)
-    pool = (
-        "Allocate and pin memory once, before serving, and take buffers from this pool (one large cudaHostAlloc "
-        "or cudaHostRegister)"
-    )
-    out = [Change(pool, share=1.0)]
-    of_host = Change(
-        "In torch, reuse pinned tensors: .to('cpu', non_blocking=True) allocates a new pinned tensor each time"
-    )
-    of_device = [
-        Change(
-            "In torch, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
-            "environment",
-            "PYTORCH_CUDA_ALLOC_CONF",
-            "expandable_segments:True",
-        ),
-        Change("Use cudaMallocAsync with a release threshold instead of cudaMalloc and cudaFree"),
-    ]
-    out += [of_host] if pinning else []
-    return [*out, *of_device] if pinning < sum(names.values()) else out
+    out = []
+    if pinning:
+        out += [
+            Change(POOL, share=pinning / total),
+            Change(
+                "In torch, reuse pinned tensors: .to('cpu', non_blocking=True) allocates a new pinned tensor each time"
+            ),
+        ]
+    if pinning < total:
+        kept = 1 - pinning / total
+        out += [
+            Change(KEEP, share=kept),
+            Change("Use cudaMallocAsync with a release threshold instead of cudaMalloc and cudaFree", share=kept),
+            Change(
+                "In torch, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+                "environment",
+                "PYTORCH_CUDA_ALLOC_CONF",
+                "expandable_segments:True",
+            ),
+        ]
+    return out

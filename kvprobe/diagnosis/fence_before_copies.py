@@ -15,24 +15,81 @@ Time lost: how much longer these calls took than with a free slot. Predicted sav
 submitted after the forward pass. But if further calls of the thread block because the queue stays full, the thread only
 waits there for longer, and kvprobe predicts little. For a deeper queue, kvprobe simulates the calls with more slots:
 the first copy that finds no slot blocks for the rest of the forward pass.
+
+A stream can also wait for something outside of the GPU, such as a host function (`cudaLaunchHostFunc`). If nothing runs
+on the GPU while the calls block, the title says so. Then only a shorter wait saves what the GPU waited: kvprobe
+predicts this for the first change. The other changes let the thread go on, until the thread itself waits
+for the same thing.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from kvprobe.account import Line
+from kvprobe.account.host_functions import of_executions
 from kvprobe.diagnosis.deeper_queue import BATCHED, deeper, spared
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, cause_of
-from kvprobe.diagnosis.joined import JoinedRecording, ms, range_of
+from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, range_of
 from kvprobe.diagnosis.launch_queue_saturation import cliff
 from kvprobe.diagnosis.merging import merged
 from kvprobe.diagnosis.queue_full import Full, full
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.model import CallKind, Direction, Engine
+from kvprobe.recordings.vocabulary import base_name
 
 CAUSE = cause_of(__name__)
 PROVES = Line.FULL_QUEUE
+
+
+class _Fence(NamedTuple):
+    """What the streams of the blocked calls waited for: how many of the calls show each.
+
+    Attributes:
+        told: times that their streams were told to wait for an event.
+        kernels: calls during most of which kernels of other streams ran.
+        copies: the same of copies, where no kernels ran.
+        idle: calls during most of which nothing ran on the GPU, where most of them are such and neither other is seen.
+        function: the call that put a host function in front of what the streams ran next; "" where none is known.
+    """
+
+    told: int
+    kernels: int
+    copies: int
+    idle: int
+    function: str
+
+    @property
+    def outside(self) -> str:
+        """What the streams waited for outside of the GPU; "" where it was inside, or nothing shows it."""
+        if not self.idle:
+            return ""
+        return f"a host function ({self.function})" if self.function else "something outside of the GPU"
+
+
+def _fence(joined: JoinedRecording, rows: Array, ns: Array) -> _Fence:
+    told = int((joined.is_named("streamwaitevent") & np.isin(joined.stream, np.unique(joined.stream[rows]))).sum())
+    start, end = joined.start[rows], joined.end[rows]
+    kernels = int((2 * joined.busy(Engine.KERNEL).within(start, end) > ns).sum())
+    copies = 0 if kernels else int((2 * joined.busy(Engine.COPY).within(start, end) > ns).sum())
+    ran = joined.busy(*Engine).within(start, end)
+    seen = joined.recording.has_executions and not kernels and not copies
+    idle = int((2 * ran < ns).sum()) if seen else 0
+    idle = idle if 2 * idle > len(rows) else 0
+    return _Fence(told, kernels, copies, idle, _function(joined, rows) if idle else "")
+
+
+def _function(joined: JoinedRecording, rows: Array) -> str:
+    """The call that put a host function in front of what the streams of these calls ran next; "" for most of none."""
+    behind, table = of_executions(joined, slice(None)), joined.recording.executions
+    found = []
+    for row in rows.tolist() if len(behind) else ():
+        later = np.flatnonzero((table["stream"] == joined.stream[row]) & (joined.x_end > joined.start[row]))
+        if len(later) and behind[first := later[np.argmin(joined.x_start[later])]] >= 0:
+            found.append(base_name(joined.text(int(joined.name[behind[first]]))))
+    return max(set(found), key=found.count) if 2 * len(found) > len(rows) else ""
 
 
 def find(joined: JoinedRecording) -> Finding | None:
@@ -41,25 +98,27 @@ def find(joined: JoinedRecording) -> Finding | None:
     rows, ns = found.rows["fence"], found.ns["fence"]
     if not len(rows):
         return None
-    waits = joined.is_named("streamwaitevent")
-    told = int((waits & np.isin(joined.stream, np.unique(joined.stream[rows]))).sum())
-    busy = joined.busy(Engine.KERNEL).within(joined.start[rows], joined.end[rows])
-    behind = int((2 * busy > ns).sum())
+    fence = _fence(joined, rows, ns)
     launching = among(joined.kind[rows], [CallKind.LAUNCH, CallKind.GRAPH, CallKind.MEMSET])
     of_launches = 2 * int(ns[launching].sum()) > int(ns.sum())
     streams = np.unique(joined.stream[rows])
     waited = joined.stream_name(int(streams[0])) if len(streams) == 1 else f"{len(streams)} streams"
     queue, it = ("launch queue", "the stream") if len(streams) == 1 else ("launch queues", "these streams")
     waited = waited.replace("{", "{{").replace("}", "}}")  # a program may name its streams as it likes
+    what = fence.outside or "an event"
     return joined.host_finding(
         CAUSE,
-        f"The {queue} of {waited} filled up while {it} waited for an event: {{calls}} submissions blocked for {{lost}}",
-        "certain" if told and behind else "likely",
+        f"The {queue} of {waited} filled up while {it} waited for {what}: {{calls}} submissions blocked for {{lost}}",
+        "certain" if fence.told and fence.kernels else "likely",
         rows,
         ns,
         chart=cliff(joined, rows),
-        evidence=[*_of_calls(joined, found, told), *_of_the_fence(joined, found, told, behind)],
-        cure=_of_launches(joined, found) if of_launches else _of_copies(joined, found),
+        evidence=[
+            *_outside(fence, len(rows)),
+            *_of_calls(joined, found, fence.told),
+            *_inside(fence, len(rows)),
+        ],
+        cure=(*_ending(fence), *(_of_launches(joined, found) if of_launches else _of_copies(joined, found, fence))),
     )
 
 
@@ -85,31 +144,45 @@ def _of_calls(joined: JoinedRecording, found: Full, told: int) -> list[Evidence]
     ]
 
 
-def _of_the_fence(joined: JoinedRecording, found: Full, told: int, behind: int) -> list[Evidence]:
-    """What the fence waits for; `behind`: blocked calls during most of which kernels ran."""
-    rows, ns = found.rows["fence"], found.ns["fence"]
+def _outside(fence: _Fence, calls: int) -> list[Evidence]:
+    """That the streams waited for something outside of the GPU, where they did."""
+    if not fence.outside:
+        return []
+    text = (
+        f"during {_most_of(fence.idle, calls)}, nothing ran on the GPU: their stream waited for {fence.outside}. Only "
+        "the first change shortens that wait"
+    )
+    return [Evidence(text, fence.idle, "calls", INFERRED)]
+
+
+def _inside(fence: _Fence, calls: int) -> list[Evidence]:
+    """What the streams waited for on the GPU."""
     evidence = []
-    if told:
-        text = f"their streams had been told {told:,} times to wait for an event"
-        evidence.append(Evidence(text, told, "calls", COUNTED))
-    if behind:
-        text = f"during {_most_of(behind, len(rows))}, kernels of other streams ran: their stream waited for these"
-        evidence.append(Evidence(text, behind, "calls", INFERRED))
-        return evidence
-    copying = joined.busy(Engine.COPY).within(joined.start[rows], joined.end[rows])
-    copied = int((2 * copying > ns).sum())
-    if copied:
-        text = f"during {_most_of(copied, len(rows))}, copies of other streams ran: their stream waited for these"
-        evidence.append(Evidence(text, copied, "calls", INFERRED))
-    ran = joined.busy(*Engine).within(joined.start[rows], joined.end[rows])
-    idle = int((2 * ran < ns).sum()) if joined.recording.has_executions else 0
-    if not copied and idle:
-        text = (
-            f"during {_most_of(idle, len(rows))}, nothing ran on the GPU: their stream waited for something outside of "
-            "the GPU, and no change below shortens that wait"
-        )
-        evidence.append(Evidence(text, idle, "calls", INFERRED))
+    if fence.told:
+        text = f"their streams had been told {fence.told:,} times to wait for an event"
+        evidence.append(Evidence(text, fence.told, "calls", COUNTED))
+    for count, what in ((fence.kernels, "kernels"), (fence.copies, "copies")):
+        if count:
+            text = f"during {_most_of(count, calls)}, {what} of other streams ran: their stream waited for these"
+            evidence.append(Evidence(text, count, "calls", INFERRED))
     return evidence
+
+
+def _ending(fence: _Fence) -> list[Change]:
+    """What shortens a wait for something outside of the GPU."""
+    if not fence.outside:
+        return []
+    if fence.function:
+        text = (
+            f"Shorten what the stream waits for: {fence.function} put a host function into it. Let the function return "
+            "sooner, or take it out of this stream: let another thread wait, and submit the copies then"
+        )
+    else:
+        text = (
+            "Find what the stream waits for outside of the GPU, and shorten that wait: a host function "
+            "(cudaLaunchHostFunc), an event of another process, or a value in memory"
+        )
+    return [Change(text, share=1.0, ends=True)]
 
 
 def _most_of(count: int, calls: int) -> str:
@@ -118,14 +191,16 @@ def _most_of(count: int, calls: int) -> str:
     return f"most of {whole if calls > count else f'each of the {calls:,} blocked calls' if calls > 1 else 'this call'}"
 
 
-def _of_copies(joined: JoinedRecording, found: Full) -> tuple[Change, ...]:
+def _of_copies(joined: JoinedRecording, found: Full, fence: _Fence) -> tuple[Change, ...]:
     """What helps where it is copies that wait."""
     rows, ns = found.rows["fence"], found.ns["fence"]
     of_loads = 2 * int(ns[joined.direction[rows] == Direction.H2D].sum()) > int(ns.sum())
     channels = int(joined.recording.machine.get("channels") or 4)
     return (
         Change(
-            "Submit the loads only after the work that they wait for has ended"
+            "Submit the copies only after what their stream waits for is over: until then, the thread is free"
+            if fence.outside
+            else "Submit the loads only after the work that they wait for has ended"
             if of_loads
             else "Submit the store after the forward pass that it waits for has ended, or at the start of the next "
             "step (vLLM "

@@ -132,9 +132,13 @@ class Change:
         at: "file:line" of the call to change, where a stack of the finding's calls tells it.
         share: share of the finding's lost time that this change alone saves, 0 to 1, by a model of the mechanism; None
             where it was not modelled.
+        ends: whether it takes away what the calls waited for. Any other change lets the thread go on, and saves no more
+            than until the thread waits for the same thing elsewhere.
         predicted_saving_ns: wall time that it saves: of the time that a GPU waits, and where no GPU was seen or none
-            computes, of the thread's; filled in when the loss is known, None where it was not modelled.
-        thread_saving_ns: time that threads are held up less, whether or not a GPU waits for them; None likewise.
+            computes, of the thread's; filled in when the loss is known, None where it was not modelled, or where no
+            kernel follows that a GPU could have waited with.
+        thread_saving_ns: time that threads are held up less, whether or not a GPU waits for them; None where it was not
+            modelled.
     """
 
     text: str
@@ -143,6 +147,7 @@ class Change:
     value: str = ""
     at: str = ""
     share: float | None = None
+    ends: bool = False
     predicted_saving_ns: int | None = None
     thread_saving_ns: int | None = None
 
@@ -151,12 +156,16 @@ class Change:
         """What is the same change in two findings."""
         return self.kind, self.name or self.text, self.value
 
-    def of(self, wall_ns: int, thread_ns: int) -> Change:
-        """This change for a finding without which `wall_ns` would be saved, and threads held up less by `thread_ns`."""
+    def of(self, wall_ns: int | None, thread_ns: int) -> Change:
+        """This change for a finding without which `wall_ns` would be saved, and threads held up less by `thread_ns`.
+
+        `wall_ns` is None where nothing shows whether a GPU waited.
+        """
         if self.share is None:
             return self
         share = min(max(self.share, 0.0), 1.0)
-        return replace(self, predicted_saving_ns=int(wall_ns * share), thread_saving_ns=int(thread_ns * share))
+        saving = None if wall_ns is None else int(wall_ns * share)
+        return replace(self, predicted_saving_ns=saving, thread_saving_ns=int(thread_ns * share))
 
     def to_json(self) -> ChangeJson:
         """The fields that a program needs; `predicted_saving_ns` is null where it was not modelled."""
@@ -176,6 +185,8 @@ def best_first(changes: Iterable[Change]) -> tuple[Change, ...]:
 
     def place(change: Change) -> tuple[int, int, int]:
         saving, spared = change.predicted_saving_ns, change.thread_saving_ns or 0
+        if saving is None and spared:
+            return 0, 0, -spared
         return (1, 0, 0) if saving is None else (0, -saving, -spared) if saving or spared else (2, 0, 0)
 
     return tuple(sorted(changes, key=place))
@@ -274,6 +285,7 @@ class Loss:
         places, calls: as `where` and `calls` of Finding.
         gaps: of a loss that is not one of calls or copies, the stretches in which a device stood idle, as arrays of
             where they begin and end; None: none is known. Of a GPU's, `ns` becomes what the account has of them.
+        asked: of these stretches, that the cause shows the thread to have had work to do in all of them.
         in_calls: of these stretches, the lines inside of calls that are lost as well (`kvprobe.account.Line`).
         copies: of a loss of copy engines, the rows of the executions; None: none is known.
         stretches: of a loss of threads outside of calls, where it begins and ends, and whose it is (`Joined.caller`).
@@ -289,6 +301,7 @@ class Loss:
     places: tuple[Where, ...] = ()
     calls: tuple[TracedCall, ...] = ()
     gaps: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = None
+    asked: bool = False
     in_calls: tuple[Line, ...] = ()
     copies: npt.NDArray[Any] | None = None
     spans: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = None
@@ -357,6 +370,7 @@ class Finding:
         device_ns: of the time in which a GPU ran no kernel, what this explains (`kvprobe.account`); None where the
             recording does not show what the GPUs did.
         window_ns: length of the window of that GPU; 0 where none was seen.
+        no_kernel_follows: most of what threads lost lies behind the last kernel: whether a GPU waited, nothing shows.
         cost_share: what its severity goes by, 0 to 1: the GPU's loss, of the window; or what its threads lost where
             nothing shows what that cost the GPU, of their time; the greater of the two.
         at_stake: the severity by the time lost alone: of one that abstains, what it would have were it told.
@@ -378,6 +392,7 @@ class Finding:
     of_ns: int = 0
     device_ns: int | None = None
     window_ns: int = 0
+    no_kernel_follows: bool = False
     cost_share: float = 0.0
     at_stake: Severity = "info"
 

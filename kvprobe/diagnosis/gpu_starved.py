@@ -39,8 +39,8 @@ _HALF = 0.5  # where less than this fits, a shorter preparation comes first
 MOVE = "Prepare the next step while the current one runs"
 PARTLY = f"{MOVE}. This hides only a part: some preparations take longer than the GPU work that they could hide behind"
 SHORTEN = (
-    "Make the preparation of a step shorter, and do it while the GPU runs the step before. The second alone saves "
-    "little, because the GPU works for a shorter time than the preparation takes"
+    "Prepare the next step while the current one runs, and make the preparation shorter. The saving is predicted for "
+    "the first alone: the GPU works for a shorter time than the preparation takes"
 )
 OPTIONS = {
     "DataLoader": "In a data loader: load the data in worker processes (num_workers, pin_memory)",

@@ -414,6 +414,7 @@ class JoinedRecording(Joined):
         ns: Array,
         *,
         least_ns: int | None = None,
+        held: Array | None = None,
         **explanation: Unpack[Explanation],
     ) -> Finding | None:
         """Claims `ns` of the calls `rows` and says so, or nothing where the loss is not worth a line.
@@ -425,6 +426,7 @@ class JoinedRecording(Joined):
             rows: rows of `calls`, distinct.
             ns: what to claim of each.
             least_ns: a floor of its own instead of `notable`.
+            held: mask over `rows`, as for `Explainer.host`.
             explanation: `evidence` (best first) and `cure`; `reason`, `severity` and `chart` where there are any.
         """
         if not len(rows):
@@ -435,6 +437,7 @@ class JoinedRecording(Joined):
         if total <= 0 or not (self.notable(total, span) if least_ns is None else total >= least_ns):
             return None
         got = self.host.claim(cause, rows, ns)
+        held = None if held is None else held[got > 0]
         rows, got = rows[got > 0], got[got > 0]
         window = int(self.start[rows].min()), int(self.end[rows].max())
         places, calls = self.places(rows, got), longest(self, rows, got)
@@ -443,7 +446,7 @@ class JoinedRecording(Joined):
         if confidence == "cannot tell":
             explained = self.explainer.question(start, end, self.caller[rows], got)
         else:
-            explained = self.explainer.host(cause, start, end, self.caller[rows], got)
+            explained = self.explainer.host(cause, start, end, self.caller[rows], got, held)
         return self._finding(cause, title, confidence, loss, explanation, explained)
 
     def open_question(
@@ -522,7 +525,7 @@ class JoinedRecording(Joined):
             return None
         explained = ExplainedTime()
         if loss.gaps is not None and confidence != "cannot tell":
-            explained = self.explainer.gaps(cause, *loss.gaps, loss.in_calls)
+            explained = self.explainer.gaps(cause, *loss.gaps, loss.in_calls, asked=loss.asked)
             if loss.on == "device" and explained.gpus_ns:  # one figure: what the account's lines say of these gaps
                 loss = replace(loss, ns=explained.gpus_ns)
         elif loss.copies is not None and confidence != "cannot tell":
@@ -617,7 +620,14 @@ class JoinedRecording(Joined):
             possible = loss.ns
         # Where no time is known, none is predicted to be saved: 0 would put the change behind all others.
         spared = loss.ns if loss.on == "host" else 0
-        saved = (change if loss.on == "none" else change.of(possible, spared) for change in more["cure"])
+        open_ = explained.saved_ns is not None and not possible and 2 * explained.open_ns > loss.ns
+        whole = possible
+        if explained.device_ns and any(change.ends for change in more["cure"]):
+            whole += self.explainer.take(min(loss.ns, explained.device_ns) - possible)
+        saved = (
+            change if loss.on == "none" else change.of(whole if change.ends else None if open_ else possible, spared)
+            for change in more["cure"]
+        )
         cure = (replace(change, at=line if change.kind == "call" else "") for change in saved)
         return Finding(
             cause=cause,
@@ -636,6 +646,7 @@ class JoinedRecording(Joined):
             of_ns=self._span_of(loss),
             device_ns=explained.device_ns,
             window_ns=explained.window_ns,
+            no_kernel_follows=open_ and loss.on == "host",
             cost_share=self._cost_share(loss, explained),
             at_stake=self._at_stake(confidence, loss, explained),
         )

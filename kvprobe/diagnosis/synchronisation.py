@@ -22,14 +22,18 @@ late.
 
 Time lost: the duration of all these waits. The thread could have launched work in this time. Predicted saving: the
 thread saves all of this time if the stream waits for an event of the copy and the thread does not wait. The wall time
-gets shorter only by the part in which the GPU computed nothing because of these waits.
+gets shorter only by the part in which the GPU computed nothing because of these waits. This part is the time in which
+the GPU ran nothing. No kernel needs a store. So if the thread waits for stores and launches the next kernel only
+afterwards, the time in which the GPU ran only these stores counts, too, as far as kernels could have hidden it.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from kvprobe.account import Line
+from kvprobe.account import COPIES, Line
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
 from kvprobe.recordings.assemble import among
@@ -42,10 +46,19 @@ SMALL_BYTES, MANY = 64 << 10, 8  # of a result that is read back, and how often 
 WOKEN_NS = 50_000  # after the end of what it waits for, a thread goes on within this
 IDLE_NS = 2_000  # the device has nothing to do for so long after a wait
 LAUNCHES = 10  # copies to one launch, from which on a stream is one of copies
+HELD_SHARE = 0.01  # of the window: what stores that are waited for hold up for less is passed over
+MOST_OF = 0.9  # of the waiting time
+AHEAD = ", with more work launched before"
 QUICK_NS = 10_000  # a synchronising call that found nothing to wait for
 ORDER = Change(
     "Order with events instead of waiting: record an event after the copy, and let the compute stream wait for it "
     "(cudaStreamWaitEvent, torch.cuda.Stream.wait_event)",
+    share=1.0,
+)
+# No kernel needs what a store brings to the host.
+LEAVE = Change(
+    "Do not let the thread wait for stores: submit them on a stream of their own into pinned memory (cudaMemcpyAsync), "
+    "launch the next step, and check their event later (cudaEventQuery), before bytes are read or blocks reused",
     share=1.0,
 )
 # The host itself needs these bytes: an event that another stream waits for does not bring them.
@@ -254,78 +267,137 @@ def find(joined: JoinedRecording) -> Finding | None:
         unclear = rows[doubtful]
     ns = np.where(wanted, joined.dur[rows], 0)
     ns = np.where((ns > QUICK_NS) & ~_before_compute(joined, rows), ns, 0)
-    found = _waited(joined, rows[ns > 0], ns[ns > 0], back[ns > 0])
+    stores = _of_stores(joined, rows, last, back)
+    found = _waited(joined, _Waits(*(column[ns > 0] for column in (rows, ns, back, stores))))
     return found or _open_question(joined, unclear, joined.dur[unclear])
 
 
-def _title(ns: Array, back: Array) -> str:
-    """What the waits were for: of one for a result the step in front of it is most."""
-    results = 2 * int(ns[back].sum()) > int(ns.sum())
-    what = "results that it reads back" if results else "copies"
-    return f"The launching thread waited {{lost}} for {what}, in {{calls}} calls"
+def _of_stores(joined: JoinedRecording, rows: Array, last: Array, back: Array) -> Array:
+    """Mask over waits that are for stores alone: the newest copy is one, of no result, and no load ran meanwhile."""
+    itself = joined.kind[rows] == CallKind.COPY_SYNC
+    newest = np.where(itself, rows, np.maximum(last, 0))
+    mask: Array = (itself | (last >= 0)) & (joined.direction[newest] == Direction.D2H) & ~back
+    if joined.recording.has_executions:
+        loading = joined.busy(Engine.COPY, direction=Direction.H2D)
+        mask &= loading.within(joined.start[rows], joined.end[rows]) == 0
+    return mask
 
 
-def _waited(joined: JoinedRecording, rows: Array, ns: Array, back: Array) -> Finding | None:
-    """The finding: these waits were for copies, `back` of them for a result that is read back."""
+def _held_ns(joined: JoinedRecording, rows: Array) -> int:
+    """How long, inside these waits, a GPU ran only copies and its next kernel had not been launched by their thread."""
+    out = 0
+    for gpu in joined.account.gpus if len(rows) else ():
+        cut, ns = gpu.stretches, 0
+        for caller in distinct(joined.caller[rows]).tolist():
+            mine = rows[joined.caller[rows] == caller]
+            alone = among(cut.line, COPIES) & (cut.caller == caller)
+            ns += int(Cover(joined.start[mine], joined.end[mine]).within(cut.start[alone], cut.end[alone]).sum())
+        out = max(out, ns)
+    return out
+
+
+def _ahead(joined: JoinedRecording, rows: Array) -> Array:
+    """Mask over waits: when they ended, the GPU still had a kernel to run that had been launched before they began."""
+    mask, table = np.zeros(len(rows), dtype=bool), joined.recording.executions
+    for process in distinct(joined.process[rows]):
+        kernels = np.flatnonzero(
+            (table["process"] == process) & (table["engine"] == Engine.KERNEL) & (joined.x_call >= 0)
+        )
+        if not len(kernels):
+            continue
+        asked = joined.start[joined.x_call[kernels]]
+        order = np.argsort(asked, kind="stable")
+        latest = np.maximum.accumulate(joined.x_end[kernels][order])
+        mine = joined.process[rows] == process
+        before = np.searchsorted(asked[order], joined.start[rows[mine]]) - 1
+        mask[mine] = (before >= 0) & (latest[np.maximum(before, 0)] > joined.end[rows[mine]])
+    return mask
+
+
+class _Waits(NamedTuple):
+    """Waits for copies, arrays of one entry a wait.
+
+    Attributes:
+        rows, ns: of `calls`, and what each took.
+        back: for a result that is read back.
+        stores: for stores that no kernel needs.
+    """
+
+    rows: Array
+    ns: Array
+    back: Array
+    stores: Array
+
+    def most(self, mask: Array) -> bool:
+        """Whether these took most of the time."""
+        return 2 * int(self.ns[mask].sum()) > int(self.ns.sum())
+
+
+def _waited(joined: JoinedRecording, waits: _Waits) -> Finding | None:
+    """The finding: these waits were for copies."""
+    rows, ns = waits.rows, waits.ns
     if not len(rows):
         return None
-    seen, implicit = joined.recording.has_executions, joined.kind == CallKind.COPY_SYNC
-    names = {joined.text(i): int(ns[joined.name[rows] == i].sum()) for i in np.unique(joined.name[rows])}
-    worst = max(names, key=lambda name: names[name])
+    seen, implicit = joined.recording.has_executions, (joined.kind == CallKind.COPY_SYNC)[rows]
+    held = _held_ns(joined, rows[waits.stores]) if seen else 0
+    matters = HELD_SHARE * joined.span_ns < held
+    ahead = _ahead(joined, rows)
+    free = not matters and int(ns[ahead].sum()) >= MOST_OF * int(ns.sum())  # the GPU went on with what it had
+    what = "results that it reads back" if waits.most(waits.back) else "stores" if matters else "copies"
+    title = f"The launching thread waited {{lost}} for {what}, in {{calls}} calls"
+    first = RESULTS if waits.most(waits.back) else LEAVE if matters and waits.most(waits.stores) else ORDER
     return joined.host_finding(
         CAUSE,
-        _title(ns, back),
+        title + (", and launched the next kernel only afterwards" if matters else AHEAD if free else ""),
         "certain" if seen else "likely",
         rows,
         ns,
-        evidence=(
-            Evidence(
-                f"{len(rows):,} calls waited for copies, {ms(int(ns.sum()))} in all; the same threads launched kernels "
-                "after them",
-                int(ns.sum()),
-                "ns",
-                MEASURED if seen else INFERRED,
-            ),
-            *(
-                (
-                    Evidence(
-                        f"{int(back.sum()):,} of them read back a result of at most 64 KiB before the thread had "
-                        "launched anything else",
-                        int(back.sum()),
-                        "calls",
-                        MEASURED if seen else INFERRED,
-                    ),
-                )
-                if back.any()
-                else ()
-            ),
-            Evidence(f"calls of {worst} alone took {ms(names[worst])}", names[worst], "ns", MEASURED),
-            *(
-                (
-                    Evidence(
-                        f"{int(implicit[rows].sum()):,} of them are calls that always wait (cudaMemcpy)",
-                        int(implicit[rows].sum()),
-                        "calls",
-                        COUNTED,
-                    ),
-                )
-                if implicit[rows].any()
-                else ()
-            ),
-        ),
+        evidence=_evidence(joined, waits, held if matters else 0, free),
         cure=(
-            RESULTS if 2 * int(ns[back].sum()) > int(ns.sum()) else ORDER,
+            first,
             Change("Where the host needs the bytes: poll cudaEventQuery between steps instead of synchronising"),
             *(
                 (
                     Change(
                         "cudaMemcpy: use cudaMemcpyAsync on a stream of its own, with pinned memory",
-                        share=int(ns[implicit[rows]].sum()) / int(ns.sum()),
+                        share=int(ns[implicit].sum()) / int(ns.sum()),
                     ),
                 )
-                if implicit[rows].any()
+                if implicit.any()
                 else ()
             ),
         ),
+        held=waits.stores if matters else None,
         chart=joined.slow_calls_chart(rows, "Waits for copies on the launching thread"),
     )
+
+
+def _evidence(joined: JoinedRecording, waits: _Waits, held: int, free: bool) -> list[Evidence]:
+    """What the waits took; for how long they held up the next kernel, `held` ns, or that they did not, `free`."""
+    rows, ns, back = waits.rows, waits.ns, waits.back
+    how = MEASURED if joined.recording.has_executions else INFERRED
+    names = {joined.text(i): int(ns[joined.name[rows] == i].sum()) for i in np.unique(joined.name[rows])}
+    worst = max(names, key=lambda name: names[name])
+    implicit = int((joined.kind[rows] == CallKind.COPY_SYNC).sum())
+    text = f"{len(rows):,} calls waited for copies, {ms(int(ns.sum()))} in all; the same threads launched kernels after"
+    out = [Evidence(f"{text} them", int(ns.sum()), "ns", how)]
+    if held:
+        text = f"for {ms(held)} of this time, the GPU ran only stores: the next kernel was launched after the wait"
+        out.append(Evidence(text, held, "ns", MEASURED))
+    if free:
+        text = (
+            "when these waits ended, the GPU still had kernels to run that had been launched before: it did not wait "
+            "for the thread"
+        )
+        out.append(Evidence(text, len(rows), "calls", MEASURED))
+    if back.any():
+        text = (
+            f"{int(back.sum()):,} of them read back a result of at most 64 KiB before the thread had launched anything "
+            "else"
+        )
+        out.append(Evidence(text, int(back.sum()), "calls", how))
+    out.append(Evidence(f"calls of {worst} alone took {ms(names[worst])}", names[worst], "ns", MEASURED))
+    if implicit:
+        text = f"{implicit:,} of them are calls that always wait (cudaMemcpy)"
+        out.append(Evidence(text, implicit, "calls", COUNTED))
+    return out

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvprobe.diagnosis.finding import TracedCall
+from kvprobe.recordings.vocabulary import base_name
 
 if TYPE_CHECKING:
     from kvprobe.diagnosis.joined import Array, JoinedRecording
@@ -74,7 +75,7 @@ def longest(joined: JoinedRecording, rows: Array, ns: Array) -> tuple[TracedCall
         out.append(
             TracedCall(
                 row=row,
-                name=joined.text(int(joined.name[row])),
+                name=base_name(joined.text(int(joined.name[row]))),
                 pid=joined.pid(int(joined.process[row])),
                 thread=int(joined.thread[row]),
                 stream_name=joined.stream_name(int(joined.stream[row])) if joined.stream[row] >= 0 else "",

@@ -32,6 +32,7 @@ from kvprobe.diagnosis.joined import JoinedRecording, ms, of_the_time, share
 from kvprobe.diagnosis.left import most_left
 from kvprobe.diagnosis.link_bound import FEWER, FEWER_STORES
 from kvprobe.diagnosis.server_options import with_options
+from kvprobe.diagnosis.synchronisation import CAUSE as WAITS
 from kvprobe.diagnosis.waited_copies import WaitedCopies, waited_copies
 from kvprobe.diagnosis.weights_not_overlapped import CAUSE as WEIGHTS
 from kvprobe.recordings.assemble import among
@@ -79,17 +80,13 @@ def find(joined: JoinedRecording) -> Finding | None:
     rows, by_direction = copies.rows, copies.by_direction
     late = gpu.stretches.sum_ns(mine & (gpu.stretches.caller != NOBODY))
     slow = gpu.stretches.sum_ns(mine & (gpu.stretches.line == Line.BELOW_LINK_RATE))
-    evidence = [*_alone(lost, slow, by_direction, gpu), *_submitted(copies)]
-    if late:
-        evidence.append(
-            Evidence(
-                f"for {ms(late)} of these {ms(lost)}, the next kernel had not been launched yet", late, "ns", MEASURED
-            )
-        )
+    evidence = [*_alone(lost, slow, by_direction, gpu), *_submitted(copies), *_launched(joined, gpu, late, lost)]
     waited = waited_copies(joined, rows)
     evidence[1:1] = waited.evidence()
     promised = joined.account.claimed_ns(gpu, WEIGHTS, COPIES)
-    hidden = gpu.ns(Line.COMPUTING) - _beside(joined, gpu) - promised  # what computes can hide only so much, once
+    others = promised + joined.account.claimed_ns(gpu, WAITS, COPIES)
+    hidden = gpu.ns(Line.COMPUTING) - _beside(joined, gpu) - others  # what computes can hide only so much, once
+    evidence += _no_room(gpu, hidden, lost, others)
     first = HELD if 2 * int(copies.held.sum()) > len(rows) else _ahead(joined)
     changes = waited.change(first), waited.change(BEHIND)
     beside = _beside_compute(by_direction, changes, min(hidden / lost, 1.0) if lost else 1.0)
@@ -206,12 +203,28 @@ def _submitted(found: _Alone) -> list[Evidence]:
     return out
 
 
+def _launched(joined: JoinedRecording, gpu: GpuAccount, late: int, lost: int) -> list[Evidence]:
+    """Whether the next kernel had been launched while only copies ran: for `late` ns of `lost` it had not."""
+    if late:
+        text = f"for {ms(late)} of these {ms(lost)}, the next kernel had not been launched yet"
+        return [Evidence(text, late, "ns", MEASURED)]
+    table = joined.recording.executions
+    kernels = (table["engine"] == Engine.KERNEL) & among(table["process"], gpu.processes)
+    if not kernels.any() or (joined.x_call[kernels] < 0).any():
+        return []
+    text = (
+        "all this time, the next kernel had already been launched: its stream made it wait for these copies, and no "
+        "thread held it up"
+    )
+    return [Evidence(text, lost, "ns", MEASURED)]
+
+
 def _fewer_weights(waited: WaitedCopies) -> Change:
     """What is left to do where prefetching is promised already."""
     how = " without waiting for each copy (`.to(device, non_blocking=True)`)" if waited.most else ""
     return Change(
-        f"Prefetch the weights{how}: `{WEIGHTS}` says what that saves. For the rest, move fewer bytes: keep more "
-        "layers on the GPU, or hold them in fewer bits",
+        "Move fewer bytes: keep more layers on the GPU, or hold them in fewer bits. What prefetching the other layers"
+        f"{how} saves, `{WEIGHTS}` counts: it is no part of this finding",
         "setting",
     )
 
@@ -223,6 +236,16 @@ def _no_more(promised: int) -> Evidence:
         "computes too little to hide them"
     )
     return Evidence(text, promised, "ns", INFERRED)
+
+
+def _no_room(gpu: GpuAccount, hidden: int, lost: int, others: int) -> list[Evidence]:
+    """Why kernels can hide only `hidden` ns of `lost`; nothing where they can hide all, or others claim a part."""
+    if not 0 < hidden < lost or others:
+        return []
+    computed = gpu.ns(Line.COMPUTING)
+    beside = f", and for {ms(computed - hidden)} of that, copies already run beside it" if hidden < computed else ""
+    text = f"the GPU computes for {ms(computed)}{beside}: kernels can hide another {ms(hidden)} of copies at most"
+    return [Evidence(text, hidden, "ns", INFERRED)]
 
 
 def _beside(joined: JoinedRecording, gpu: GpuAccount) -> int:

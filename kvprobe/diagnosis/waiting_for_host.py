@@ -10,7 +10,8 @@ A program can put a function of the host into a stream: `cudaLaunchHostFunc`, `c
 submitted behind it waits until CUDA has called the function and the function has returned. If the GPU runs nothing
 until then, the time is in the line "in other code", and the evidence names the call that put the function there.
 Nsight Systems and the PyTorch profiler do not record which stream a function went into. kvprobe then takes the function
-for the reason if the same thread put it there between the two operations.
+for the reason if the same thread put it there between the two operations. The thread may also put a function there and
+then wait for the GPU, in a call such as `cudaStreamSynchronize`: this call returns only when the function has returned.
 
 Before the first kernel of the window, and after the last one, nothing shows whether a model waited: weights may have
 been loaded, or the model may have ended. kvprobe does not decide about this time. Some pauses are far longer than the
@@ -19,7 +20,8 @@ did in a pause of this kind, kvprobe does not decide about the pause, either: th
 waited for one.
 
 Time lost: the wall time in which the GPU ran nothing for this reason. Predicted saving: all the time that a change
-is about. If the thread prepares the next step while the GPU works, the saving is at most what fits beside this work.
+is about. Without waits for the GPU, the thread also submits while the GPU computes: what fits beside is saved, too. If
+the thread prepares the next step while the GPU works, the saving is at most what fits beside this work.
 """
 
 from __future__ import annotations
@@ -28,12 +30,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvprobe.account import COPIES, HOST, OPEN, GpuAccount, Line, Unknown, Worked, covers_of
+from kvprobe.account import COPIES, HOST, IDLE, OPEN, GpuAccount, Line, Unknown, Worked, covers_of
 from kvprobe.account.chain import hidden_beside_work
-from kvprobe.diagnosis.finding import MEASURED, Change, Evidence, Finding, Loss, Where, cause_of
-from kvprobe.diagnosis.host_functions import HELD, IN_FUNCTIONS, OUT_OF_STREAM, functions_of
+from kvprobe.account.lines import line_of_calls
+from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, TracedCall, Where, cause_of
+from kvprobe.diagnosis.host_functions import (
+    HELD,
+    IN_FUNCTIONS,
+    IN_WAITS,
+    OUT_OF_STREAM,
+    WAITED,
+    functions_of,
+    waits_for_functions,
+)
 from kvprobe.diagnosis.joined import CRITICAL, JoinedRecording, ms, of_the_time, share
 from kvprobe.diagnosis.left import most_left
+from kvprobe.diagnosis.traced import longest
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import Array, CallKind
@@ -82,7 +94,10 @@ BESIDE = (Line.PYTHON, Line.TIER, Line.ELSEWHERE)  # their changes move work bes
 
 @dataclass(frozen=True)
 class _Part:
-    """What the GPU waited for: a line, or host functions in its streams (`line` is None), and where that is."""
+    """What the GPU waited for: a line, or host functions in its streams (`line` is None), and where that is.
+
+    Of host functions, `did` is set where the thread itself waited for them.
+    """
 
     ns: int
     line: Line | None
@@ -92,12 +107,16 @@ class _Part:
     @property
     def said(self) -> str:
         """Of the time in which nothing ran, in a sentence."""
-        return HELD if self.line is None else f"the thread that submits {self.did or DID[self.line]}"
+        if self.line is None:
+            return WAITED if self.did else HELD
+        return f"the thread that submits {self.did or DID[self.line]}"
 
     @property
     def title(self) -> str:
         """The same in a title."""
-        return IN_FUNCTIONS if self.line is None else f"the thread {self.did or DID[self.line]}"
+        if self.line is None:
+            return self.did or IN_FUNCTIONS
+        return f"the thread {self.did or DID[self.line]}"
 
     @property
     def cure(self) -> tuple[Change, ...]:
@@ -154,9 +173,10 @@ def _left(joined: JoinedRecording) -> Finding | None:
     cut = gpu.stretches
     lost = cut.sum_ns(mine)
     held = mine & gpu.held_by_functions
-    parts = [_part(joined, gpu, line, mine & ~held & (cut.line == line)) for line in HOST]
-    parts = sorted([_Part(cut.sum_ns(held), None, held), *parts], key=lambda part: -part.ns)
-    parts = [part for part in parts if part.ns]
+    waited, put = waits_for_functions(joined, gpu, mine)
+    parts = [_part(joined, gpu, line, mine & ~held & ~waited & (cut.line == line)) for line in HOST]
+    parts += [_Part(cut.sum_ns(held), None, held), _Part(cut.sum_ns(waited), None, waited, IN_WAITS)]
+    parts = sorted((part for part in parts if part.ns), key=lambda part: -part.ns)
     first = parts[0]
     evidence = [
         Evidence(
@@ -168,7 +188,7 @@ def _left(joined: JoinedRecording) -> Finding | None:
         for part in parts
         if 100 * part.ns >= gpu.window_ns or part is first
     ]
-    functions = functions_of(joined, gpu, held)
+    functions = functions_of(joined, gpu, held, waited, put)
     evidence[1:1] = functions.evidence
     evidence += _who_worked(joined, gpu, mine & ~held & among(cut.line, (Line.PYTHON, Line.ELSEWHERE)))
     start, end = cut.start[mine], cut.end[mine]
@@ -179,7 +199,7 @@ def _left(joined: JoinedRecording) -> Finding | None:
         window=(int(start.min()), int(end.max())),
         span_ns=gpu.window_ns,
         places=tuple(sorted((*functions.places, *_threads(joined, gpu, mine)), key=lambda one: -one.lost_ns)[:16]),
-        calls=functions.calls,
+        calls=functions.calls if first.line is None else _calls(joined, gpu, first),
     )
     if lacks:
         title = f"Nothing ran for {{lost}} between copies, and {lacks}"
@@ -187,7 +207,12 @@ def _left(joined: JoinedRecording) -> Finding | None:
     part = "all this time" if first.ns == lost else f"for {ms(first.ns)} of this wait"
     title = f"The GPU waited {{lost}} for the host, {of_the_time(lost, gpu)}: {part}, {first.title}"
     matter = [part for part in parts[:3] if 100 * part.ns >= lost]
-    cure = [_of_part(change, _saved(gpu, part) / lost) for part in matter for change in part.cure]
+    ahead = _submitted_ahead(gpu, mine)
+    if ahead and any(part.line == Line.WAITING_FOR_DEVICE for part in matter):
+        text = f"without the waits for the GPU, {ms(ahead)} of submitting would run while the GPU computes"
+        evidence.append(Evidence(text, ahead, "ns", INFERRED))
+    saved = [_saved(gpu, part) + (ahead if part.line == Line.WAITING_FOR_DEVICE else 0) for part in matter]
+    cure = [_of_part(change, ns / lost) for part, ns in zip(matter, saved, strict=True) for change in part.cure]
     return joined.line_finding(CAUSE, title, gpu, loss, evidence=evidence, cure=cure)
 
 
@@ -204,6 +229,19 @@ def _part(joined: JoinedRecording, gpu: GpuAccount, line: Line, mine: Array) -> 
         inside = sum(int(cover.within(cut.start[mine], cut.end[mine]).sum()) for cover in busy)
         did = "waited for another GPU" if 2 * inside > ns else ""
     return _Part(ns, line, mine, did)
+
+
+def _calls(joined: JoinedRecording, gpu: GpuAccount, part: _Part) -> tuple[TracedCall, ...]:
+    """The calls inside of which the GPU waited for its threads longest; none where they were outside of calls."""
+    cut = gpu.stretches
+    lines = line_of_calls(joined.kind, joined.memory)
+    rows = np.flatnonzero((lines == part.line) & ~joined.nested & (joined.kind != CallKind.OTHER))
+    lost = np.zeros(len(rows), dtype=np.int64)
+    for caller in np.unique(cut.caller[part.mine]).tolist():
+        here, theirs = part.mine & (cut.caller == caller), joined.caller[rows] == caller
+        cover = Cover(cut.start[here], cut.end[here])
+        lost[theirs] = cover.within(joined.start[rows[theirs]], joined.end[rows[theirs]])
+    return longest(joined, rows[lost > 0], lost[lost > 0])
 
 
 def _call_of_most(joined: JoinedRecording, gpu: GpuAccount, mine: Array) -> tuple[str, int]:
@@ -231,6 +269,19 @@ def _saved(gpu: GpuAccount, part: _Part) -> int:
         return part.ns
     cut = gpu.stretches
     here = part.mine
+    return hidden_beside_work(_busy(gpu), cut.start[here], cut.end[here], cut.ns[here])
+
+
+def _submitted_ahead(gpu: GpuAccount, mine: Array) -> int:
+    """Of submitting in idle gaps that begin with a wait for the GPU, what fits beside its work without the waits, ns.
+
+    A thread that does not wait submits the next operation while this one runs.
+    """
+    cut = gpu.stretches
+    idles = among(cut.line, IDLE)
+    gap = np.cumsum(~idles)
+    waits = mine & (cut.line == Line.WAITING_FOR_DEVICE)
+    here = mine & (cut.line == Line.SUBMITTING) & np.isin(gap, gap[waits])
     return hidden_beside_work(_busy(gpu), cut.start[here], cut.end[here], cut.ns[here])
 
 

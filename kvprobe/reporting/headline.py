@@ -155,6 +155,9 @@ def saving_text(change: Change, before: Sequence[Change] = ()) -> str:
         return f"an alternative to change {promised.index(promise) + 1}, {does} the same {much}"
     if change.kind == "recording":
         return ""
+    if change.predicted_saving_ns is None and change.thread_saving_ns:
+        freed = f"predicted to free the thread for {duration(change.thread_saving_ns)}"
+        return f"{freed}; no kernel follows, so nothing shows whether that saves wall time"
     if change.predicted_saving_ns is None:
         return "saving not predicted"
     saved, spared = change.predicted_saving_ns, change.thread_saving_ns or 0
@@ -339,7 +342,7 @@ def _facts_of(first: Finding) -> list[Fact]:
     """The costliest finding in figures."""
     facts = []
     several = first.lost_on != "host" and first.window_ns > 0 and first.of_ns > 1.5 * first.window_ns
-    if first.device_share is not None and first.device_ns is not None:
+    if first.device_share is not None and first.device_ns is not None and not first.no_kernel_follows:
         of_window = f"{percent(first.device_share)} of the serving window"
         if several:
             of_window += " of the GPU that waited most"
@@ -384,7 +387,9 @@ def call_text(call: TracedCall, direction: str, stream: str) -> str:
     way = f", {direction}," if direction else ""
     where = f" on {stream}" if stream else ""
     thread = f" in thread {call.thread}" if call.thread >= 0 else ""
-    longer, what = call.lost_ns > call.dur_ns, "its copy" if direction else "what it submitted"
+    puts = any(name in call.name.lower() for name in ("launchhostfunc", "streamaddcallback"))
+    what = "its copy" if direction else "its function" if puts else "what it submitted"
+    longer = call.lost_ns > call.dur_ns
     cost = f"took {duration(call.dur_ns)}" + (f", and {what} cost {duration(call.lost_ns)}," if longer else "")
     return f"{way} {cost}{where}{thread}"
 

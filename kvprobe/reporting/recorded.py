@@ -641,7 +641,8 @@ def _lost(finding: Finding, what: str) -> str:
         waited = f"the GPU waited {duration(finding.device_ns)}"
         said.append(f"{waited}, {percent(finding.device_share)} of the serving window{whose}")
     elif finding.lost_ns:
-        said.append("the GPU did not wait for it")
+        untold = "no kernel follows, so nothing shows whether the GPU waited"
+        said.append(untold if finding.no_kernel_follows else "the GPU did not wait for it")
     return "; ".join(said)
 
 

@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 from kvprobe.diagnosis import TracedCall, examine
-from kvprobe.diagnosis.waited_copies import WITHOUT_WAITING
 from kvprobe.recordings import open_recording
 from kvprobe.reporting.headline import call_text
 
@@ -26,10 +25,3 @@ def test_only_a_call_that_copies_has_a_copy() -> None:
     call = TracedCall(0, "cudaLaunchHostFunc", 1, 1, "stream 7", 0, 4_000, 2_560_000)
     assert "copy" not in call_text(call, "", "stream 7")
     assert "its copy cost" in call_text(call, "CPU to GPU (H2D)", "stream 7")
-
-
-def test_stores_that_the_thread_waits_for_are_first_of_all_not_to_be_waited_for(tmp_path) -> None:
-    nsys = DATA.parent / "nsys" / "logits_read_by_synchronous_copies.sqlite.gz"
-    waits = next(one for one in examine(open_recording(unpack(nsys, tmp_path))) if one.cause == "waiting_for_copies")
-    assert any("the thread waited in cudaMemcpy" in one.text for one in waits.evidence)
-    assert waits.cure[0].text.startswith(WITHOUT_WAITING)
