@@ -50,8 +50,8 @@ PRODUCTS = {
     "d2h": {1: 0.04, 2: 0.09, 3: 0.095, 4: 0.10, 8: 0.43, 16: 0.9},
 }
 SLOWDOWN = {1: 0.0, 2: 0.005, 3: 0.01, 4: 0.015, 8: 0.04, 16: 0.3}  # as copies as they are by so many CTAs
-# The same report: a smaller block takes as long as one of so many bytes; bytes a ns of large ones, by CTAs. By 3 CTAs
-# 0.98 and 0.89 times as many as by 4: of another H100, by `measure`.
+# The same report: a smaller block takes as long as one of so many bytes; bytes a ns of large ones, by CTAs. By 3
+# they are 0.98 and 0.89 of those by 4, as in its last table.
 H100 = {
     "h2d": (8192, {1: 32.0, 2: 57.0, 3: 60.0, 4: 61.0, 8: 63.0, 16: 64.0}),
     "d2h": (16384, {1: 20.0, 2: 39.0, 3: 55.0, 4: 62.0, 8: 65.0, 16: 66.0}),
