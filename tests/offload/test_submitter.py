@@ -18,6 +18,7 @@ from kvprobe.errors import TransferError, UsageError
 from kvprobe.offload import Bounds, Copies, Submitter
 
 BLOCK = 4096
+FAST = 2  # CTAs where nothing computes
 
 
 @pytest.fixture
@@ -500,6 +501,82 @@ def test_stores_by_kernel_are_paced_while_compute_is_seen_and_never_loads(bench)
         assert abs(beside - 256 * 16384) < 0.02 * beside
         assert took(engine.load, 1_000_000) < beside / 2
     assert np.array_equal(b.bytes_of(b.gpu)[0], b.bytes_of(b.cpu)[0])
+
+
+@pytest.fixture
+def computing(bench):
+    """Transfers of 4 MiB by kernels behind the compute stream, by an H100's figures: 1 CTA while compute is seen.
+
+    `slow` says how many of the transfers since the last time were submitted by that one.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def make(rate):
+            device = {"compute_channels": 32, "h2d_bytes_per_s": rate, "d2h_bytes_per_s": rate, "virtual_clock": 1}
+            b = bench(layers=1, blocks=256, gpu_bytes=16384, cpu_bytes=16384, depth=1024, **device)
+            compute, ids = b.runtime.stream_create(), np.random.default_rng(1).permutation(256)
+            engine = stack.enter_context(
+                b.engine(policy="pooled", method="kernel", compute_stream=compute, link_bytes_per_s=int(rate))
+            )
+            engine._table.max_slowdown = 0.0
+            kernel, last = METHOD_NAMES.index("kernel"), [engine.read()] * 2
+
+            def slow(direction):
+                side = int(direction == "store")
+                before, last[side] = last[side], engine.read()
+                moved = last[side].bytes[side][kernel] - before.bytes[side][kernel]
+                by_ctas = last[side].cta_bytes[side] - before.cta_bytes[side]
+                return (FAST * moved - by_ctas) / (FAST - 1) / (256 * 16384)
+
+            def step(loads):
+                asked = [engine.load(ids, ids) for _ in range(loads)]
+                b.runtime.launch_delay(compute, 10_000_000)
+                asked.append(engine.store(ids, ids))
+                b.runtime.stream_synchronize(compute)
+                return asked
+
+            return engine, ids, step, slow
+
+        yield make
+
+
+@pytest.mark.parametrize(
+    ("rate", "in_flight", "most"),
+    [
+        pytest.param(8e9, 1, 8, id="0.5 ms, one after another"),
+        pytest.param(2e9, 1, 4, id="2 ms, one after another"),
+        pytest.param(2e9, 8, 4, id="2 ms, eight in flight"),
+        pytest.param(300e6, 1, 2, id="14 ms, one after another"),
+    ],
+)
+def test_a_loop_of_transfers_is_soon_no_model_that_computes(computing, rate, in_flight, most):
+    engine, ids, step, slow = computing(rate)
+    step(0)[-1].wait()
+    assert slow("store") == pytest.approx(1)
+    asked = []
+    for i in range(32):
+        asked.append(engine.store(ids, ids))
+        if i >= in_flight - 1:
+            asked[i + 1 - in_flight].wait()
+    asked[-1].wait()
+    assert slow("store") <= most + 0.01
+    for _ in range(4):
+        engine.store(ids, ids).wait()
+    assert slow("store") == pytest.approx(0)
+
+
+@pytest.mark.parametrize("loads", [1, 6])
+def test_steps_of_a_model_are_thought_to_compute_all_the_time(computing, loads):
+    """At 40 GB/s six loads take 0.6 ms, and find the stream with nothing to do; the store waits for the kernels."""
+    _engine, _ids, step, slow = computing(40e9)
+    step(loads)[-1].wait()
+    slow("load")
+    slow("store")
+    for _ in range(30):
+        last = step(loads)[-1]
+    last.wait()
+    assert slow("load") == pytest.approx(30 * loads)
+    assert slow("store") == pytest.approx(30)
 
 
 def test_the_ctas_that_moved_the_bytes_are_counted(bench):

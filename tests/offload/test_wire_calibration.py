@@ -41,10 +41,32 @@ def test_without_a_measurement_auto_is_raw_and_says_so() -> None:
 
 
 def test_ctas_are_those_that_the_user_allows() -> None:
-    for most, ctas in ((0.03, 4), (0.01, 2), (0.001, 1)):
+    for most, ctas in ((0.03, 4), (0.01, 3), (0.005, 2), (0.001, 1)):
         table = wire_calibration.table_of(wire_calibration.default(), "coded", most)
         row = core().kvp_choose_row(ct.byref(table), 1 << 2, None, 1, 2, 32768, 8192)
         assert table.row[1][row].ctas == ctas
+
+
+@pytest.mark.parametrize(("kind", "alone", "beside"), [("h2d", 4, 2), ("d2h", 4, 3)])
+def test_alone_the_fastest_number_is_taken_and_beside_compute_the_price_decides(
+    kind: str, alone: int, beside: int
+) -> None:
+    """What an H100 measured of 64 KiB blocks, by CTAs."""
+    rates, slowdown = {
+        "h2d": ({1: 36.9, 2: 63.7, 3: 64.3, 4: 65.4, 8: 65.7}, {1: 0.0, 2: 0.0, 3: 0.044, 4: 0.095, 8: 0.24}),
+        "d2h": ({1: 20.4, 2: 40.3, 3: 59.5, 4: 67.1, 8: 67.6}, {1: 0.0, 2: 0.0, 3: 0.002, 4: 0.047, 8: 0.28}),
+    }[kind]
+    result = wire_calibration.default()
+    result["rows"] = [row for row in result["rows"] if row["ctas"] in rates]
+    for row in result["rows"]:
+        row["copy_ns"] = [max(size, 16384) / rates[row["ctas"]] for size in result["sizes"]]
+        row["slowdown"] = slowdown[row["ctas"]]
+    table, side = wire_calibration.table_of(result, "coded", 0.03), int(kind == "d2h")
+    taken = [
+        table.row[side][core().kvp_choose_row(ct.byref(table), 1 << 2, None, compute, 1 + side, 65536, 512)].ctas
+        for compute in (-1, 1)
+    ]
+    assert taken == [alone, beside]
 
 
 def test_a_measurement_has_every_way_and_leaves_the_cells_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,8 +79,8 @@ def test_a_measurement_has_every_way_and_leaves_the_cells_whole(monkeypatch: pyt
     assert ways == {(kind, ctas) for kind in ("h2d", "d2h") for ctas in wire_calibration.CTAS}
     assert all(ns > 0 for row in result["rows"] for ns in row["copy_ns"])
     assert {kind: len(each) for kind, each in result["raw"].items()} == {"h2d": 2, "d2h": 2}
-    for what in ("coded", "raw"):
-        assert wire_calibration.table_of(result, what, 0.03).rows[1] == (5 if what == "coded" else 1)
+    for what, rows in {"coded": len(wire_calibration.CTAS), "raw": 1}.items():
+        assert wire_calibration.table_of(result, what, 0.03).rows[1] == rows
 
 
 @pytest.mark.parametrize("kind", ["h2d", "d2h"])

@@ -8,6 +8,7 @@
 #define LEAVE_NS 20000000     /* not more often than that */
 #define FORGET 0.005f         /* of what is known of a method, each time another one is used */
 #define HINDERED 1.12f        /* times what they take alone: so much slower are large copies beside compute */
+#define HINDERED_NS UINT64_C(1000000000) /* so long it is thought to go on */
 #define RATE_BYTES (1u << 20) /* of a marker from which on its rate is believed */
 
 /* ---- the end of a job ------------------------------------------------------------------------------------------ */
@@ -163,11 +164,6 @@ static void note_start(struct direction *dir, const struct marker *m, uint64_t s
     dir->left_ns = now;
 }
 
-void kvp_computes(kvp_submitter *s, uint64_t now, uint64_t for_ns) {
-    uint64_t until = now + (for_ns < COMPUTE_NS ? for_ns : COMPUTE_NS);
-    if (until > s->computing_until_ns) s->computing_until_ns = until;
-}
-
 /* What a method took against what its row says, its own submission counted; what is not used is forgotten, so that it
  * is tried again. Rows that differ in their CTAs are one method: whoever else used the link meanwhile made all of them
  * slow, and a row of fewer CTAs must not stay the better one for having been asked later. Where the device had run dry
@@ -184,7 +180,8 @@ static void note_method(kvp_submitter *s, int d, const struct marker *m, uint64_
         dir->factors[i] +=
             row[i].method == row[m->row].method ? (seen - dir->factors[i]) * 0.5f : (1 - dir->factors[i]) * FORGET;
     bool other = atomic_load(&s->direction[!d].bytes) != 0; /* the other direction may use what they need */
-    if (m->unhindered && !other && m->row >= 0 && dir->factors[m->row] > HINDERED) kvp_computes(s, now, COMPUTE_NS);
+    if (m->unhindered && !other && m->row >= 0 && dir->factors[m->row] > HINDERED)
+        s->hindered_until_ns = now + HINDERED_NS;
 }
 
 void kvp_retire(kvp_submitter *s, int d, uint64_t now) {
@@ -266,7 +263,7 @@ static void drop_line(kvp_submitter *s, struct line *l, struct kvp_job *jobs) {
 void kvp_lose(kvp_submitter *s, int code, uint32_t fault) {
     atomic_store(&s->fault, fault);
     atomic_store(&s->broken, code ? code : -1);
-    kvp_take_incoming(s);
+    kvp_take_incoming(s, UINT64_MAX); /* of a lost device nothing is asked */
     for (int d = 0; d < 2; d++) {
         struct direction *dir = &s->direction[d];
         for (uint32_t i = dir->line.head; d == STORE && i != dir->line.tail; i++)

@@ -10,7 +10,10 @@
 #define KERNEL_LAUNCHES 2 /* by kernels fewer and longer: each begins and ends with the link half idle */
 #define KERNEL_BURST_NS 2400000
 #define WAITED_NS 50000         /* so long a copy waits for compute: an idle stream's mark is reached sooner */
-#define GOES_ON 50              /* times as long as that it is thought to go on, at most COMPUTE_NS */
+#define GOES_ON 50              /* times as long as that it is thought to go on */
+#define GOES_ON_NS 20000000     /* at most: steps of a model come more often */
+#define IDLE_JOBS 4             /* so many in a row found their stream with nothing to do: compute is over */
+#define IDLE_APART_NS 1000000   /* they were handed over at so different times: a step asks for several at once */
 #define LARGE_COPY 65536        /* bytes: from here on a batch goes at the link's rate */
 #define FIRST_LAUNCH (4u << 20) /* of the first one after a pause, bytes */
 #define LEAST_LAUNCH 262144     /* bytes */
@@ -20,8 +23,26 @@
 #define MOST_PAUSE_NS 250000
 #define SHARED_PAUSE_NS 60000
 
+/* Compute stood in front of a job until now. */
+static void note_wait(kvp_submitter *s, uint64_t now, uint64_t for_ns) {
+    uint64_t until = now + (for_ns < GOES_ON_NS ? for_ns : GOES_ON_NS);
+    if (until > s->waits_until_ns) s->waits_until_ns = until;
+    s->idle_jobs = 0;
+}
+
+/* Whether it had ended already when the job was handed over. */
+static void note_idle(kvp_submitter *s, struct kvp_job *j, uint64_t now) {
+    if (!j->after || now >= s->waits_until_ns || (s->idle_jobs && now < s->idle_ns + IDLE_APART_NS)) return;
+    if (!kvp_fence_passed(s, j)) {
+        s->idle_jobs = 0;
+        return;
+    }
+    s->idle_ns = now;
+    if (++s->idle_jobs == IDLE_JOBS) s->waits_until_ns = 0;
+}
+
 /* Jobs that were handed over come behind those that wait. */
-void kvp_take_incoming(kvp_submitter *s) {
+void kvp_take_incoming(kvp_submitter *s, uint64_t now) {
     struct kvp_job *newest = atomic_load(&s->incoming) ? atomic_exchange(&s->incoming, NULL) : NULL, *j = NULL;
     while (newest) { /* the oldest first */
         struct kvp_job *before = newest->next;
@@ -40,6 +61,7 @@ void kvp_take_incoming(kvp_submitter *s) {
         else
             dir->first = j;
         dir->last = j;
+        note_idle(s, j, now);
         j = next;
     }
 }
@@ -115,7 +137,7 @@ static enum gate gate(kvp_submitter *s, struct direction *dir, uint64_t now) {
         if (alone && !dir->alone_since) dir->alone_since = now;
         uint64_t waited = alone ? now - dir->alone_since : 0;
         if (!j->behind_copies && (hurry || waited >= WAITED_NS))
-            kvp_computes(s, now, hurry ? COMPUTE_NS : GOES_ON * waited);
+            note_wait(s, now, hurry ? GOES_ON_NS : GOES_ON * waited);
         return hurry ? HURRIED : SHUT;
     }
     if (code) {
@@ -403,7 +425,7 @@ static struct launch put_together(kvp_submitter *s, struct direction *dir, int d
     l.n = gather(s, dir, l.gathered, l.largest, !s->config.pageable && !dir->first->of);
     uint64_t bytes = 0;
     for (uint32_t i = 0; i < l.n; i++) bytes += s->run[i].bytes;
-    bool computing = now < s->computing_until_ns;
+    bool computing = now < s->waits_until_ns || now < s->hindered_until_ns;
     const kvp_method_table *table = of_cells(s) ? kvp_cells_methods(s) : s->config.methods;
     uint32_t allowed = of_cells(s) ? 1u << KVP_KERNEL : ~(s->methods_off | 1u << KVP_STAGED);
     if (of_cells(s)) l.method = KVP_KERNEL, l.ctas = 1; /* where no row may be taken */
@@ -564,7 +586,7 @@ static void watch(kvp_submitter *s, int d, uint64_t now) {
 
 uint64_t kvp_step(kvp_submitter *s, uint64_t now) {
     s->steps++;
-    kvp_take_incoming(s);
+    kvp_take_incoming(s, now);
     if (atomic_load(&s->broken)) {
         kvp_lose(s, atomic_load(&s->broken), atomic_load(&s->fault) ? atomic_load(&s->fault) : KVP_FAULT_DEVICE);
         return UINT64_MAX;

@@ -97,7 +97,6 @@ struct marker {
     bool unhindered; /* a batch of copies so large that only what else uses the device can make it slower */
 };
 
-#define COMPUTE_NS UINT64_C(1000000000) /* so long compute that was seen is thought to go on, at most */
 #define MARKERS 1024
 #define EVENTS_MOST 1024 /* timing events: launches in flight, both directions and policies */
 
@@ -180,7 +179,9 @@ struct kvp_submitter {
     atomic_uint work, changed, waiters;
     atomic_uint sleeping;        /* enum sleep */
     uint64_t busy_ns;            /* when the thread last had something to do */
-    uint64_t computing_until_ns; /* compute was seen in front of a copy or beside one, and is thought to go on */
+    uint64_t waits_until_ns, hindered_until_ns; /* compute seen in front of a copy, beside one, is thought to go on */
+    uint64_t idle_ns;                           /* when a job last found its stream with nothing to do */
+    uint32_t idle_jobs;                         /* so many in a row did */
     atomic_uint hurrying;
     atomic_uint closing, stopped, users;
     atomic_ullong pending;
@@ -263,7 +264,6 @@ KVP_INSIDE void kvp_renew_device_clock(kvp_submitter *s);
 KVP_INSIDE uint64_t kvp_device_ns(kvp_submitter *s, void *event);
 
 /* completion.c */
-KVP_INSIDE void kvp_computes(kvp_submitter *s, uint64_t now, uint64_t for_ns); /* it was seen just now */
 KVP_INSIDE void kvp_retire(kvp_submitter *s, int d, uint64_t now);
 KVP_INSIDE void kvp_retire_shared(kvp_submitter *s, int d);
 KVP_INSIDE void kvp_finish(kvp_submitter *s, struct kvp_job *j, int error, uint32_t fault);
@@ -275,7 +275,7 @@ KVP_INSIDE void kvp_lose(kvp_submitter *s, int code, uint32_t fault);
 /* submitter.c */
 KVP_INSIDE uint64_t kvp_step(kvp_submitter *s, uint64_t now);
 KVP_INSIDE uint64_t kvp_step_actor(void *s, uint64_t now);
-KVP_INSIDE void kvp_take_incoming(kvp_submitter *s);
+KVP_INSIDE void kvp_take_incoming(kvp_submitter *s, uint64_t now); /* new jobs tell whether compute is over */
 KVP_INSIDE bool kvp_hungry(kvp_submitter *s, int d);
 KVP_INSIDE uint64_t kvp_usable(const kvp_submitter *s); /* places of a direction */
 
