@@ -4,7 +4,7 @@
 #include <math.h>
 #include <string.h>
 
-#define NEAR 1.03 /* rows within 3% of the first one count as equally fast: more CTAs cost the model more */
+#define NEAR 1.03  /* rows within 3% of the first one count as equally fast: more CTAs cost the model more */
 #define ALONE 1.01 /* and of one method's where nothing computes: nobody pays, this much is noise */
 #define MAX_SLOWDOWN 0.03f
 

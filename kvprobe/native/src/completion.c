@@ -4,12 +4,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define HELD_UP_NS 1000000    /* a stream whose work starts so much later than it could is held up by others */
-#define LEAVE_NS 20000000     /* not more often than that */
-#define FORGET 0.005f         /* of what is known of a method, each time another one is used */
-#define HINDERED 1.12f        /* times what they take alone: so much slower are large copies beside compute */
+#define HELD_UP_NS 1000000 /* a stream whose work starts so much later than it could is held up by others */
+#define LEAVE_NS 20000000  /* not more often than that */
+#define FORGET 0.005f      /* of what is known of a method, each time another one is used */
+#define HINDERED 1.12f     /* times what they take alone: so much slower are large copies beside compute */
 #define HINDERED_NS UINT64_C(1000000000) /* so long it is thought to go on */
-#define RATE_BYTES (1u << 20) /* of a marker from which on its rate is believed */
+#define RATE_BYTES (1u << 20)            /* of a marker from which on its rate is believed */
 
 /* ---- the end of a job ------------------------------------------------------------------------------------------ */
 

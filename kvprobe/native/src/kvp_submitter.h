@@ -224,7 +224,7 @@ typedef struct {
 } kvp_addresses;
 enum kvp_waits {
     KVP_WAITS_NOT,
-    KVP_WAITS,           /* the longer the wait, the longer compute is thought to go on */
+    KVP_WAITS,           /* the longer the wait, the longer compute is thought to go on, 20 ms at most */
     KVP_WAITS_FOR_COPIES /* whose stream waits for copies that others make: that is no sign of compute */
 };
 /* The same with addresses, handed over at once: jobs `id` and on, of which the first waits for `after`. All of them

@@ -177,8 +177,8 @@ struct kvp_submitter {
     kvp_copy run[RUN_MAX];
     uint64_t dst[RUN_MAX], src[RUN_MAX], sizes[RUN_MAX]; /* the same in columns, for the loop */
     atomic_uint work, changed, waiters;
-    atomic_uint sleeping;        /* enum sleep */
-    uint64_t busy_ns;            /* when the thread last had something to do */
+    atomic_uint sleeping;                       /* enum sleep */
+    uint64_t busy_ns;                           /* when the thread last had something to do */
     uint64_t waits_until_ns, hindered_until_ns; /* compute seen in front of a copy, beside one, is thought to go on */
     uint64_t idle_ns;                           /* when a job last found its stream with nothing to do */
     uint32_t idle_jobs;                         /* so many in a row did */
