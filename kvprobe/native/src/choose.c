@@ -4,8 +4,7 @@
 #include <math.h>
 #include <string.h>
 
-#define NEAR 1.03  /* rows within 3% of the first one count as equally fast: more CTAs cost the model more */
-#define ALONE 1.01 /* and of one method's where nothing computes: nobody pays, this much is noise */
+#define NEAR 1.03 /* rows within 3% of the first one count as equally fast: more CTAs cost the model more */
 #define MAX_SLOWDOWN 0.03f
 
 /* ---- asking ------------------------------------------------------------------------------------------------------ */
@@ -20,24 +19,10 @@ double kvp_method_ns(const kvp_method_row *row, uint64_t bytes, uint32_t count) 
     return fixed + each * count;
 }
 
-/* Of the methods' rows within so many times the first of them, the one of the fewest CTAs, and of those the first. */
-static int fewest(const kvp_method_row *row, const double *ns, uint32_t rows, uint32_t methods, double within) {
-    double first = INFINITY;
-    int chosen = -1;
-    for (uint32_t i = 0; i < rows; i++)
-        if (ns[i] < first && methods >> row[i].method & 1) first = ns[i];
-    for (uint32_t i = 0; i < rows; i++) {
-        if (isinf(ns[i]) || !(methods >> row[i].method & 1) || !(ns[i] <= first * within)) continue;
-        if (chosen < 0 || row[i].ctas < row[chosen].ctas || (row[i].ctas == row[chosen].ctas && ns[i] < ns[chosen]))
-            chosen = (int)i;
-    }
-    return chosen;
-}
-
 int kvp_choose_row(const kvp_method_table *table, uint32_t methods, const float *factors, int compute, int direction,
                    uint64_t median_copy_bytes, uint32_t count) {
-    int d = direction == KVP_D2H;
-    double ns[KVP_CHOOSE_ROWS];
+    int d = direction == KVP_D2H, chosen = -1;
+    double ns[KVP_CHOOSE_ROWS], first = INFINITY;
     uint32_t rows = table->rows[d] < KVP_CHOOSE_ROWS ? table->rows[d] : KVP_CHOOSE_ROWS;
     const kvp_method_row *row = table->row[d];
     for (uint32_t i = 0; i < rows; i++) {
@@ -48,10 +33,15 @@ int kvp_choose_row(const kvp_method_table *table, uint32_t methods, const float 
         double factor =
             (factors ? (double)factors[i] : 1.0) * (compute == KVP_BESIDE ? 1.0 + (double)row[i].product : 1.0);
         ns[i] = allowed ? kvp_method_ns(&row[i], median_copy_bytes, count) * factor : INFINITY;
+        if (ns[i] < first) first = ns[i];
     }
-    int chosen = fewest(row, ns, rows, methods, NEAR);
-    if (chosen < 0 || compute != KVP_QUIET) return chosen;
-    return fewest(row, ns, rows, 1u << row[chosen].method, ALONE);
+    double best = INFINITY;
+    for (uint32_t i = 0; i < rows; i++) {
+        if (!(ns[i] <= first * NEAR) || isinf(ns[i])) continue;
+        if (chosen < 0 || row[i].ctas < row[chosen].ctas || (row[i].ctas == row[chosen].ctas && ns[i] < best))
+            chosen = (int)i, best = ns[i];
+    }
+    return chosen;
 }
 
 int kvp_choose_among(const kvp_method_table *table, uint32_t methods, int direction, uint64_t median_copy_bytes,

@@ -55,8 +55,7 @@ enum kvp_compute {
 
 /* The same with what each row was seen to take lately against what it says (`factors`, one a row; NULL: as it says):
  * copies beside a model that saturates memory, or the multiprocessors, take longer than alone, by some methods more
- * than by others. `compute`: what is known of the model meanwhile; where that is KVP_QUIET, of the chosen method's rows
- * within 1% of its first one, the one that takes the fewest CTAs.
+ * than by others. `compute`: what is known of the model meanwhile.
  * Returns the row's index, or -1 where there is none. */
 KVP_EXPORT int kvp_choose_row(const kvp_method_table *table, uint32_t methods, const float *factors, int compute,
                               int direction, uint64_t median_copy_bytes, uint32_t count);
