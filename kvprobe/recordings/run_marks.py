@@ -11,7 +11,7 @@ from kvprobe.recordings.model import Array, CallKind, Direction, Engine, Recordi
 from kvprobe.recordings.run_events import RingRecords, known_codes
 from kvprobe.recordings.vocabulary import Names
 
-__all__ = ["bytes_of_copies", "marks"]
+__all__ = ["PAUSED", "bytes_of_copies", "marks"]
 
 # enum mark_kind of marks.h -> what runs; 0: several things, which cannot be told apart
 ENGINES = np.array(
@@ -41,7 +41,8 @@ REASONS = (
     "work was submitted that no timing event followed",
     "several kinds of work that could not be told apart",
 )
-STOPPED = np.array([0, 1, 1, 1, 1, 0, 1, 0, 0], dtype=np.uint8)  # by reason: nothing was marked meanwhile
+PAUSED = 2  # of `stopped`: a pause that ends when enough is saved up, whatever the program does then
+STOPPED = np.array([0, PAUSED, 1, 1, 1, 0, 1, 0, 0], dtype=np.uint8)  # by reason: nothing was marked meanwhile
 MOST_PIECES = 256
 MOST_ROWS = 400_000
 # Between two of a run the device does nothing for so long: seen by CUPTI on an H200, of 3,800 kernels and 8,500 copies.

@@ -6,16 +6,18 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvprobe.probe.ring import SPAN, read_ring
+from kvprobe.probe.ring import COVERAGE, SPAN, read_ring
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.kvprobe_run import read
 from kvprobe.recordings.model import Engine, Recording
 from kvprobe.recordings.occupancy import StreamOccupancy, occupancy
+from kvprobe.recordings.run_marks import PAUSED, REASONS
 
 CORPUS = Path(__file__).resolve().parents[1] / "corpus"
 STEP = f"""
@@ -24,6 +26,7 @@ sys.path.insert(0, {str(CORPUS)!r})
 from device import Device
 d = Device(streams=1, events=8)
 """
+SPENT = REASONS.index("the budget of marks was spent")
 NEAR_NS = 12_000  # the way to the device, and what a mark takes
 
 
@@ -37,6 +40,12 @@ def recorded(libraries: Path, folder: Path, body: str, before: str = "", **more:
     }
     subprocess.run([sys.executable, "-c", before + STEP + body], env=env, check=True)
     return read(folder)
+
+
+def pauses(ring: Path) -> int:
+    """How often marks cost too much, as far as the ring of a process that runs tells."""
+    told = read_ring(ring).marks()
+    return int(((told["call"] == COVERAGE) & (told["result"] == SPENT)).sum())
 
 
 def busy(recording: Recording, engine: Engine, at_least: int = 0) -> list[int]:
@@ -238,8 +247,41 @@ d.lib.cudaStreamDestroy(ct.c_void_p(d.copies[0]))
 assert d.lib.cudaGetLastError() != 0
 """
     recording = recorded(libraries, tmp_path, body)
-    reasons = {recording.text(int(one)) for one in recording.coverage["reason"]}
-    assert "a graph was being captured" in reasons
+    kernels = recording.spans["engine"] == Engine.KERNEL
+    assert int(recording.spans["count"][kernels].sum()) < 50  # what was captured did not run
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside"])
+def test_a_capture_hides_nothing_where_all_that_is_submitted_goes_into_it(
+    libraries: Path, tmp_path: Path, beside: bool
+) -> None:
+    """A graph captured anew for each batch: the GPU stands idle meanwhile, unless another stream is given something."""
+    body = f"""
+import ctypes as ct
+graph, begin = ct.c_void_p(), d.lib.kvhostNow
+begin.restype = ct.c_uint64
+print(begin())
+for batch in range(20):
+    d.launch(700_000)
+    if batch % 4:
+        d.sync(d.compute)
+    assert d.lib.cudaStreamBeginCapture(ct.c_void_p(d.copies[0]), 0) == 0
+    for _ in range(40):
+        d.launch(1_000, d.copies[0])
+    d.check(d.lib.kvhostAdvance(ct.c_uint64(begin() + 1_000_000)))
+    if {beside}:
+        d.launch(50_000)
+    assert d.lib.cudaStreamEndCapture(ct.c_void_p(d.copies[0]), ct.byref(graph)) == 0
+d.synchronize()
+print(begin())
+"""
+    recording = recorded(libraries, tmp_path, body)
+    seen = recording.coverage
+    reasons = {recording.text(int(one)) for one in seen["reason"]}
+    assert ("a graph was being captured" in reasons) == beside
+    computed = busy(recording, Engine.KERNEL, 600_000)
+    if not beside:
+        assert computed == pytest.approx([700_000] * 20, abs=NEAR_NS)
 
 
 @pytest.mark.parametrize("call", ["cuEventRecord", "cuEventQuery", "cuEventElapsedTime"])
@@ -340,3 +382,34 @@ def test_a_run_that_nobody_goes_on_with_ends_when_it_ends(
     whole = Cover(seen["start_ns"][seen["reason"] == 0], seen["end_ns"][seen["reason"] == 0])
     known = whole.within(spans["start_ns"][second], spans["end_ns"][second])
     assert known[0] == pytest.approx(60_000_000, rel=0.02)
+
+
+def test_a_stretch_has_a_length_of_time_whatever_its_marks_cost(libraries: Path, tmp_path: Path) -> None:
+    """Short kernels, of which each has a mark, for some milliseconds, and then nothing: both are seen as often."""
+    body = """
+import os, time
+streams = [d.stream() for _ in range(8)]
+while not os.path.exists(os.environ["KVPROBE_RUN"] + "/enough"):
+    for i in range(2_000):
+        d.launch(2_000, streams[i % 8])
+    d.synchronize()
+    time.sleep(0.003)
+"""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.2):
+            if sum(pauses(path) for path in tmp_path.glob("*.kvp")) > 4:
+                (tmp_path / "enough").touch()
+
+    watching = threading.Thread(target=watch)
+    watching.start()
+    try:
+        seen = recorded(libraries, tmp_path, body, KVHOST_CLOCK="real").coverage
+    finally:
+        over.set()
+        watching.join()
+    paused = seen["stopped"] == PAUSED
+    begins, ends = np.sort(seen["start_ns"][paused]), np.sort(seen["end_ns"][paused])
+    assert len(begins) > 2
+    assert (begins[1:] - ends[:-1]).min() >= 5_000_000
