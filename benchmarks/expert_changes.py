@@ -1,6 +1,6 @@
 """What `kvprobe stats -r expert_changes` predicts against what each change gives: llama.cpp's calls, played.
 
-    python benchmarks/expert_changes.py [--rounds 3] [--steps 150] [--json FILE]
+    python benchmarks/expert_changes.py [--rounds 3] [--steps 150] [--json FILE] [--keep FOLDER]
 
 A model of 8 layers keeps its experts in CPU memory, 64 to a layer in three tensors each, of which a router picks 6. Of
 each layer (`ggml_backend_sched_compute_splits` of llama.cpp's ggml-backend.cpp): a kernel up to the router, the picked
@@ -39,6 +39,7 @@ STRIDE = 256 << 10
 TENSOR = EXPERTS * STRIDE
 COMPUTE_NS = 40_000
 PADDING = 512
+TRIED = 64 << 20  # of the host memory's begin, which Device copies from and to as it starts: no expert lies there
 AS_IT_IS, SLOTS, FIXED, PREFETCH = "as it is", "slots", "fixed", "prefetch"
 BOUND = 0.25
 
@@ -47,9 +48,10 @@ class Model:
     """The calls of one model, as it is or changed."""
 
     def __init__(self, slots: int = 0, fixed: int = 0) -> None:
-        self.gpu = Device(size=LAYERS * PARTS * TENSOR + (1 << 20), streams=4)
+        self.gpu = Device(size=TRIED + LAYERS * PARTS * TENSOR + (1 << 20), streams=4)
         self.stream, self.copying = self.gpu.compute, self.gpu.copies[0]
-        self.ids = self.gpu.host + LAYERS * PARTS * TENSOR + (64 << 10)
+        self.experts = self.gpu.host + TRIED
+        self.ids = self.experts + LAYERS * PARTS * TENSOR + (64 << 10)
         self.cache = Slots(slots) if slots else None
         self.fixed = fixed  # tensors, from the first one: the picks of all layers are alike
 
@@ -62,7 +64,7 @@ class Model:
         to = self.gpu.device + (PARTS * half + part) * (TENSOR + 4096)
         for first, last in runs(picked) if picked else ():
             size = (last - first + 1) * STRIDE + (PADDING if last < EXPERTS - 1 else 0)
-            self.gpu.copy(to + first * STRIDE, self.gpu.host + tensor * TENSOR + first * STRIDE, size, H2D, stream)
+            self.gpu.copy(to + first * STRIDE, self.experts + tensor * TENSOR + first * STRIDE, size, H2D, stream)
 
     def step(self, picks: list[list[int]]) -> None:
         """All layers once: each waits for its picks, then for their experts."""
@@ -111,10 +113,10 @@ def played(way: str, count: int, steps: int, under: tuple[str, ...] = ()) -> dic
     return out
 
 
-def predicted(steps: int) -> tuple[list[tuple[str, int, int | None]], int]:
+def predicted(steps: int, keep: Path | None) -> tuple[list[tuple[str, int, int | None]], int, float]:
     """Way, count and saved ns of the changes, from a recording of the model as it is; how long that took, ns.
 
-    What is saved is None where the recording does not show what the GPU did.
+    And the share of the time in which the GPU was observed. What is saved is None where nothing shows what the GPU did.
     """
     from kvprobe.account import account_of
     from kvprobe.account.expert_gains import expert_gains
@@ -123,9 +125,10 @@ def predicted(steps: int) -> tuple[list[tuple[str, int, int | None]], int]:
     from kvprobe.recordings.joined import Joined
 
     with tempfile.TemporaryDirectory() as folder:
-        run = (sys.executable, "-m", "kvprobe", "run", "--no-stacks", "--report", "none", "-o", f"{folder}/run", "--")
+        to = keep or Path(folder) / "run"
+        run = (sys.executable, "-m", "kvprobe", "run", "--no-stacks", "--report", "none", "-o", str(to), "--")
         took = played(AS_IT_IS, 0, steps, run)["took_ns"]
-        recording = open_recording(Path(folder) / "run")
+        recording = open_recording(to)
     (uploads,) = expert_uploads(recording)
     gains = expert_gains(recording, account_of(Joined(recording)), uploads)
     out: list[tuple[str, int, int | None]] = []
@@ -133,7 +136,7 @@ def predicted(steps: int) -> tuple[list[tuple[str, int, int | None]], int]:
         mine = [one for one in gains.changes if one.what == way]
         for one in mine[1:2] or mine:
             out.append((way, one.count, one.saved_ns))
-    return out, took
+    return out, took, gains.observed
 
 
 def main() -> int:
@@ -141,13 +144,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the recording there")
     parser.add_argument("--play", help=argparse.SUPPRESS)
     parser.add_argument("--count", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.play:
         print(json.dumps(play(options.play, options.count, options.steps)))
         return 0
-    changes, recorded = predicted(options.steps)
+    changes, recorded, observed = predicted(options.steps, options.keep)
     ways = [(AS_IT_IS, 0), *((way, count) for way, count, _ in changes)]
     times: dict[tuple[str, int], list[int]] = {one: [] for one in ways}
     on_gpu = False
@@ -157,7 +161,7 @@ def main() -> int:
             times[one].append(done["took_ns"])
             on_gpu = done["gpu"]
     before = statistics.median(times[AS_IT_IS, 0])
-    print(f"as it is {before / 1e6:.1f} ms (recorded by kvprobe run: {recorded / 1e6:.1f})")
+    print(f"as it is {before / 1e6:.1f} ms (recorded by kvprobe run: {recorded / 1e6:.1f}, {observed:.0%} observed)")
     rows, wrong = [], 0
     for way, count, saved in changes:
         after = statistics.median(times[way, count])

@@ -8,9 +8,12 @@ Requests arrive, load their blocks from CPU memory, take part in steps until the
 blocks. Some steps are made late: the thread computes something else (host), waits for a load that nothing hides (link),
 submits copies to a queue that is full (queue), or pins memory (pin; on a GPU alone). Some loads begin late, as where a
 tier below CPU memory has to be read first (tier). In virtual time a step is late as well where nobody made it so and
-the engine's own copy kernels held its kernel up: the program measures that (copies). Printed: delays and late requests
-that were named, missed and made up, and how far the split is from the truth, as a share of what was waited; the same of
-those steps alone in which the GPU was observed, as on a busy machine it is not all the time.
+the engine's own copy kernels held its kernel up: the program measures that (copies). On a real clock it measures by how
+much each step took longer than what it asked for, whatever the reason: such a step was late, though nobody seeded it.
+
+Printed: delays and late requests that were named, missed and made up, and how far the split is from the truth, as a
+share of what was waited; the same of those steps alone in which the GPU was observed, as on a busy machine it is not
+all the time.
 """
 
 from __future__ import annotations
@@ -71,7 +74,8 @@ class Truth:
 
     `early` are the requests that arrived in the first steps, when everything is cold: they are not judged. `two` are
     those that waited for a late load while a step was late: they are to be named, how much is of which nobody knows.
-    `held`: of steps that nobody made late, by number, ns that their kernels were held up.
+    `held`: of steps that nobody made late, by number, ns that their kernels were held up by the engine's copies; on a
+    real clock, by which they took longer than what was asked for, and nobody knows how that splits (`split` is false).
     """
 
     steps: dict[int, tuple[str, int]] = field(default_factory=dict)
@@ -80,6 +84,7 @@ class Truth:
     early: set[str] = field(default_factory=set)
     two: set[str] = field(default_factory=set)
     held: dict[int, int] = field(default_factory=dict)
+    split: bool = True
 
 
 @dataclass
@@ -201,7 +206,7 @@ class Server:
         free, waiting, running = deque(range(self.at_once)), deque[Request](), list[Request]()
         storing: list[tuple[Any, int]] = []
         number = arrived = 0
-        last = -100
+        last, ended_ns = -100, self.now()
         while arrived < count or waiting or running:
             number += 1
             start = self.now()
@@ -229,13 +234,15 @@ class Server:
             launched_ns = self.now()
             self.compute(work_ns)
             self.runtime.stream_synchronize(self.stream)
-            held_ns = self.now() - launched_ns - work_ns
-            if self.virtual and not kind:
-                self.truth.held[number] = held_ns
+            end_ns = self.now()
+            if not kind:
+                asked_ns = work_ns if self.virtual else PLAN_NS + work_ns
+                self.truth.held[number] = end_ns - (launched_ns if self.virtual else ended_ns) - asked_ns
+            ended_ns = end_ns
             phase = "mixed" if joins and running else "prefill" if joins else "decode"
             names = [one.name for one in batch]
             told = kvprobe.mark(number, names, phase, computed=computed, begin_ns=start, server="bench")
-            told.end(end_ns=self.now())
+            told.end(end_ns=end_ns)
             running = self.kept(batch, storing)
             if self.virtual and number % 200 == 0:  # on a real clock a thread of its own does that
                 event_log.flush()
@@ -357,7 +364,7 @@ def compared(told: Requests, truth: Truth) -> dict[str, Any]:
         if name in named and name not in truth.two:
             found = named[name].to_json()["surplus_ns"].get(PARTS["tier"][0], 0)
             errors.setdefault("tier", []).append(abs(found - ns) / named[name].first_token_ns)
-    for number in held:
+    for number in held if truth.split else ():
         parts = steps[number].to_json()["surplus_ns"]
         found = sum(parts.get(part, 0) for part in PARTS["link"])
         errors.setdefault("copies", []).append(
@@ -397,7 +404,8 @@ def recorded(options: argparse.Namespace, folder: Path) -> tuple[Recording, Trut
     read = json.loads(truth.read_text())
     steps = {int(number): (kind, ns) for number, (kind, ns) in read["steps"].items()}
     late, early, two = (set(read[key]) for key in ("late", "early", "two"))
-    return kvprobe.open_recording(folder / "run"), Truth(steps, read["loads"], late, early, two)
+    held = {int(number): ns for number, ns in read["held"].items()}
+    return kvprobe.open_recording(folder / "run"), Truth(steps, read["loads"], late, early, two, held, split=False)
 
 
 def main() -> int:

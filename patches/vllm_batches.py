@@ -204,12 +204,13 @@ class DescriptorBatches(CopyHandlers):
             takes = coded.takes(direction, rows)
             if takes and handler in self._expedited:
                 coded.stop("an expedited load would wait for other loads")
-            if not takes and not path.watch() and not path.pending:
+            watched = takes or coded.coding  # whether auto rests or not: the two are compared
+            if not watched and not path.watch() and not path.pending:
                 return call()
             self._own_swap(handler)
             live = path.begin(job_id)
-            if takes:
-                live.rung, live.one_in = CODED, 1  # watched whether auto rests or not
+            live.one_in = 1 if watched else live.one_in
+            live.rung = CODED if takes else live.rung
             self._rows = coded, direction, rows
             try:
                 return self.submit(call, handler, path, job_id)
@@ -288,7 +289,7 @@ class DescriptorBatches(CopyHandlers):
         """Coded rows know what is on its way to them."""
         live = path.current
         if self._rows is not None and live is not None and live.hand_over is not None and live.rung == CODED:
-            self._rows[0].handed_over(path.direction, live.hand_over)
+            self._rows[0].handed_over(path.direction, self._rows[2], live.hand_over)
         super().submitted(path, result)
 
     def step_aside(self) -> None:

@@ -1,8 +1,14 @@
 """What changes of where experts lie would save: from when the GPU computed nothing because of their uploads.
 
-An upload costs what of its copy no kernel ran beside. What is predicted is never more than that, and so never more than
-what the account says was not computing. Copies cost as much after a change as before, and what a program does between
-them, such as asking the GPU which experts it needs, stays.
+An upload costs what of its copy no kernel ran beside, and a call that uploads what the thread was in it, or on its way
+to the next one, while the GPU ran nothing. Copies and calls cost as much after a change as before.
+
+Whoever uploads ahead waits neither for the uploads nor for which experts are needed. That saves each pause of the GPU
+that has an upload in it, from the kernel before to the kernel behind, as far as the thread and the link can keep up:
+after it the thread does what it does now but wait, and the link carries what it carries now.
+
+`kvprobe run` does not see the GPU all the time, but every call. What it has not seen is taken to cost per byte and per
+call what it has. What is predicted is never more than what the account says was not computing, so extended.
 """
 
 from __future__ import annotations
@@ -12,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvprobe.account.account import Account, GpuAccount
-from kvprobe.account.lines import COPIES, HOST
+from kvprobe.account.lines import COPIES, HOST, Line, Unknown
 from kvprobe.recordings.experts import ExpertUploads
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.links import links_of
@@ -22,6 +28,8 @@ __all__ = ["ExpertChange", "ExpertGains", "expert_gains"]
 
 _SHARES = (0.125, 0.25, 0.5, 1.0)  # of the bytes of all experts that were seen
 PREFETCH, SLOTS, FIXED = "prefetch", "slots", "fixed"
+_FEW = 5  # calls for one tensor whose mean says something of the tensor
+_LEAST_SEEN = 20  # calls that upload, of those of which the GPU was seen: from fewer nothing is extended
 
 
 @dataclass(frozen=True)
@@ -53,42 +61,79 @@ class ExpertGains:
     Attributes:
         window_ns: of the GPU that waited.
         exposed_ns: how long it computed nothing while experts were uploaded; None: not seen.
+        observed: share of the window in which it was seen; below 1 all times are extended from there.
         changes: what would save some of it.
     """
 
     window_ns: int
     exposed_ns: int | None
+    observed: float
     changes: list[ExpertChange]
 
 
 def expert_gains(recording: Recording, account: Account, uploads: ExpertUploads) -> ExpertGains:
     """What changes would save of one process's uploads."""
     gpu = next((one for one in account.gpus if one.seen and uploads.process in one.processes), None)
-    cost, linked = _costs(recording, gpu, uploads) if gpu is not None else (None, 0)
-    total = int(cost.sum()) if cost is not None else None
+    costs = _costs(recording, gpu, uploads) if gpu is not None else None
     changes = []
-    if gpu is not None and total is not None:
-        changes.append(ExpertChange(PREFETCH, 0, 0, 0, 0, max(min(total, gpu.asked_ns - linked), 0)))
+    if gpu is not None and costs is not None:
+        busy = max(costs.linked_ns, _thread_ns(recording, account, gpu, uploads))
+        changes.append(ExpertChange(PREFETCH, 0, 0, 0, 0, max(min(costs.pauses_ns, gpu.asked_ns - busy), 0)))
     held = uploads.held_bytes
     each = held / max(len(np.unique(uploads.key)), 1)
     for share in _SHARES:
         slots = round(share * held / each)
         mask = uploads.again & (uploads.distance <= slots)
         if slots and mask.any():
-            changes.append(_change(SLOTS, slots, int(slots * each), mask, uploads, cost))
-    changes += _fixed(uploads, cost, held)
-    return ExpertGains(gpu.window_ns if gpu is not None else 0, total, changes)
+            changes.append(_change(SLOTS, slots, int(slots * each), mask, uploads, costs))
+    changes += _fixed(uploads, costs, held)
+    window_ns, observed = (gpu.window_ns, _observed(gpu)) if gpu is not None else (0, 0.0)
+    return ExpertGains(window_ns, costs.total_ns if costs is not None else None, observed, changes)
 
 
-def _change(what: str, count: int, size: int, mask: Array, uploads: ExpertUploads, cost: Array | None) -> ExpertChange:
-    saved = int(cost[mask].sum()) if cost is not None else None
+@dataclass(frozen=True)
+class _Costs:
+    """How long the GPU computed nothing, ns, wherever it was not seen extended from where it was.
+
+    Attributes:
+        copied: because of the copy of each upload, (uploads,).
+        of: the number of each upload's call, (uploads,).
+        called: because of each call, while nothing ran, (calls,).
+        pauses_ns: in all pauses with an upload in them.
+        linked_ns: for how long the link carried loads, whatever ran beside them.
+    """
+
+    copied: Array
+    of: Array
+    called: Array
+    pauses_ns: int
+    linked_ns: int
+
+    @property
+    def total_ns(self) -> int:
+        """Of all uploads."""
+        return int(self.copied.sum() + self.called.sum())
+
+    def saved_ns(self, mask: Array) -> int:
+        """Without these uploads. What is left of a run of experts that one call copied takes a call for each piece."""
+        left = ~mask
+        first = left.copy()
+        first[1:] &= mask[:-1] | (self.of[1:] != self.of[:-1])
+        calls = np.bincount(self.of[first], minlength=len(self.called))
+        return max(int(self.copied[mask].sum() + (self.called * (1 - calls)).sum()), 0)
+
+
+def _change(
+    what: str, count: int, size: int, mask: Array, uploads: ExpertUploads, costs: _Costs | None
+) -> ExpertChange:
+    saved = costs.saved_ns(mask) if costs is not None else None
     return ExpertChange(what, count, size, int(mask.sum()), int(uploads.bytes[mask].sum()), saved)
 
 
-def _fixed(uploads: ExpertUploads, cost: Array | None, held: int) -> list[ExpertChange]:
+def _fixed(uploads: ExpertUploads, costs: _Costs | None, held: int) -> list[ExpertChange]:
     """Whole tensors, those first that cost most for their size."""
     tensors = len(uploads.tensors)
-    weight = cost if cost is not None else uploads.bytes
+    weight = costs.copied if costs is not None else uploads.bytes
     spent = np.bincount(uploads.tensor, weight, tensors)
     sizes = np.array([one.experts * one.expert_bytes for one in uploads.tensors], dtype=np.int64)
     order = np.argsort(-spent / sizes, kind="stable")
@@ -99,36 +144,138 @@ def _fixed(uploads: ExpertUploads, cost: Array | None, held: int) -> list[Expert
         if count > before:
             before = count
             mask = np.isin(uploads.tensor, order[:count])
-            out.append(_change(FIXED, count, int(room[count - 1]), mask, uploads, cost))
+            out.append(_change(FIXED, count, int(room[count - 1]), mask, uploads, costs))
     return out
 
 
-def _costs(recording: Recording, gpu: GpuAccount, uploads: ExpertUploads) -> tuple[Array | None, int]:
-    """Of each upload, how long the GPU computed nothing because of it, and how long the link carried loads, ns."""
-    cut = gpu.stretches
-    idle = np.isin(cut.line, np.array((*COPIES, *HOST), dtype=np.uint8))
-    waiting = Cover(cut.start[idle], cut.end[idle])
-    calls, links = recording.calls, links_of(recording)
+def _costs(recording: Recording, gpu: GpuAccount, uploads: ExpertUploads) -> _Costs | None:
+    """What uploads cost; None where the GPU was seen beside too few of them."""
+    cut, calls = gpu.stretches, recording.calls
+    waiting, idle = (_cover(gpu, np.isin(cut.line, np.array(some))) for some in ((*COPIES, *HOST), HOST))
+    seen = _cover(gpu, ~_hidden(gpu))
     copies, of, parts = np.unique(uploads.call, return_inverse=True, return_counts=True)
-    begin, end = links.began[copies].astype(np.int64), links.done[copies].astype(np.int64)
     held = (calls["memory"][copies] == Memory.PAGEABLE) | (calls["kind"][copies] == CallKind.COPY_SYNC)
-    begin = np.where(held, calls["start_ns"][copies], begin)
-    end = np.where(held, np.maximum(calls["end_ns"][copies], end), end)
+    made, returned = calls["start_ns"][copies], calls["end_ns"][copies]
+    begin, end = (column[copies].astype(np.int64) for column in (links_of(recording).began, links_of(recording).done))
+    known = (begin >= 0) & (end > begin)  # when each ran
+    begin = np.where(held, made, begin)
+    end = np.where(held, np.maximum(returned, end), end)
     loads = _loads(recording, gpu)
-    known = (begin >= 0) & (end > begin)
-    if known.all():
-        exposed = waiting.within(begin, end).astype(np.float64)
-        together = Cover(begin, end)
-        exposed *= waiting.intersect_ns(together) / max(exposed.sum(), 1)
-        linked = loads.total_ns if loads is not None else together.total_ns
-        return exposed[of] / parts[of], linked
-    if loads is None or not loads.total_ns:
-        return None, 0
+    running = Cover(begin[known], end[known]) if known.any() else loads
+    if running is None or not running.total_ns:
+        return None
+    issued = np.where(held & known, returned, made), _next_calls(recording, copies, uploads)
+    told = (seen.within(made, issued[1]) == issued[1] - made) & (known if known.any() else True)
+    if told.sum() < min(_LEAST_SEEN, len(copies)):
+        return None
+    size = np.bincount(of, uploads.bytes, len(copies))
+    if known.any():
+        exposed = waiting.within(begin, end) * known.astype(np.float64)
+        exposed *= waiting.intersect_ns(running) / max(exposed.sum(), 1)
+        copied = np.where(known, exposed, size * (exposed.sum() / size[known].sum()))[of] / parts[of]
+        share = 1.0
+    else:
+        share = min(float(size[told].sum()) / max(_span_bytes(recording, gpu), 1), 1.0)
+        copied = uploads.bytes * (waiting.intersect_ns(running) * share / size[told].sum())
+    called = _without(idle, running).within(*issued).astype(np.float64)
+    tensor = np.zeros(len(copies), dtype=np.int64)
+    tensor[of] = uploads.tensor
+    called[~told] = _means(called[told], tensor[told], len(uploads.tensors))[tensor[~told]]
+    more = float(size.sum() / size[told].sum())
+    hidden_ns = cut.sum_ns(_hidden(gpu))
+    most = min(gpu.not_computing_ns * more, gpu.not_computing_ns + hidden_ns)
+    fits = min(most / max(copied.sum() + called.sum(), 1), 1.0)
+    pauses = min(_pauses_ns(gpu, Cover(*issued), running, share) * more, most)
+    linked = (loads if loads is not None else running).total_ns * more
+    return _Costs(copied * fits, of, called * fits, int(pauses), int(linked))
+
+
+def _hidden(gpu: GpuAccount) -> Array:
+    """Mask over stretches: nobody saw what the GPU did."""
+    cut = gpu.stretches
+    unseen = np.array((Unknown.NOT_COVERED, Unknown.NOT_RECORDED), dtype=np.int8)
+    return np.asarray((cut.line == Line.NOT_KNOWN) & np.isin(cut.detail, unseen))
+
+
+def _observed(gpu: GpuAccount) -> float:
+    """Share of the window in which the GPU was seen."""
+    return 1 - gpu.stretches.sum_ns(_hidden(gpu)) / max(gpu.window_ns, 1)
+
+
+def _cover(gpu: GpuAccount, mask: Array) -> Cover:
+    return Cover(gpu.stretches.start[mask], gpu.stretches.end[mask])
+
+
+def _without(one: Cover, other: Cover) -> Cover:
+    """What the one covers and the other does not."""
+    edges = np.unique(np.concatenate((one.start, one.end, other.start, other.end)))
+    begins, ends = edges[:-1], edges[1:]
+    kept = (one.within(begins, ends) > 0) & (other.within(begins, ends) == 0)
+    return Cover(begins[kept], ends[kept])
+
+
+def _means(value: Array, kind: Array, kinds: int) -> Array:
+    """Of each kind, (kinds,); of all where there are few of it."""
+    many = np.bincount(kind, minlength=kinds)
+    means: Array = np.bincount(kind, value, kinds) / np.maximum(many, 1)
+    return np.where(many >= _FEW, means, value.mean())
+
+
+def _next_calls(recording: Recording, copies: Array, uploads: ExpertUploads) -> Array:
+    """When the thread of each of these calls made the next one for the same tensor; its end, if it did other things.
+
+    Between tensors it launches what computes, and not every recording has these calls.
+    """
+    calls = recording.calls
+    start, end = calls["start_ns"], calls["end_ns"]
+    out: Array = end[copies].copy()
+    tensor = np.full(calls.rows, -1, dtype=np.int64)
+    tensor[uploads.call] = uploads.tensor
+    mine = np.flatnonzero(calls["process"] == uploads.process)
+    order = mine[np.lexsort((start[mine], calls["thread"][mine]))]
+    one, following = order[:-1], order[1:]
+    both = (
+        (tensor[one] >= 0) & (tensor[one] == tensor[following]) & (calls["thread"][one] == calls["thread"][following])
+    )
+    place = np.searchsorted(copies, one[both])
+    out[place] = np.maximum(start[following[both]], out[place])
+    return out
+
+
+def _pauses_ns(gpu: GpuAccount, issued: Cover, running: Cover, share: float) -> int:
+    """How long the GPU waited in all pauses with an upload in them; a `share` of what ran there are uploads."""
+    cut = gpu.stretches
+    waits = np.isin(cut.line, np.array((*COPIES, *HOST), dtype=np.uint8))
+    idle = waits | ((cut.line == Line.NOT_KNOWN) & (cut.detail == Unknown.BETWEEN_OPERATIONS))
+    pause = np.cumsum(np.append(True, idle[1:] != idle[:-1]))
+    waited = np.bincount(pause, np.where(waits, cut.ns, 0))
+    called, copied = (np.bincount(pause, one.within(cut.start, cut.end)) > 0 for one in (issued, running))
+    return int(waited[called].sum() + share * waited[copied & ~called].sum())
+
+
+def _thread_ns(recording: Recording, account: Account, gpu: GpuAccount, uploads: ExpertUploads) -> int:
+    """For how long the thread that uploads most would be busy if it uploaded ahead.
+
+    It does what it does now but wait for the GPU or for requests. Instead of each wait for the GPU it makes two calls,
+    so that the copies are there before what computes with them: these take as long as a call that uploads.
+    """
+    calls, made = recording.calls, np.unique(uploads.call)
+    threads, many = np.unique(calls["thread"][made], return_counts=True)
+    most, pid = int(threads[np.argmax(many)]), int(recording.processes["pid"][uploads.process])
+    one = next((one for one in account.threads if one.thread == most and one.pid == pid), None)
+    if one is None:
+        return 0
+    waited = one.ns(Line.WAITING_FOR_DEVICE, Line.FULL_QUEUE, Line.NOTHING_TO_DO)
+    each = float(np.median(calls["end_ns"][made] - calls["start_ns"][made]))
+    return max(one.window_ns - waited - gpu.open_ns, 0) + int(2 * each * len(one.waits_from))
+
+
+def _span_bytes(recording: Recording, gpu: GpuAccount) -> int:
+    """Of loads to this GPU that were seen between timing events."""
     spans = recording.spans
     mine = (spans["engine"] == Engine.COPY) & (spans["direction"] == Direction.H2D)
-    share = min(int(uploads.bytes.sum()) / max(int(spans["bytes"][mine].sum()), 1), 1.0)
-    whole = waiting.intersect_ns(loads) * share
-    return uploads.bytes / max(int(uploads.bytes.sum()), 1) * whole, loads.total_ns
+    mine &= np.isin(spans["process"], gpu.processes) & (spans["end_ns"] > gpu.from_ns) & (spans["start_ns"] < gpu.to_ns)
+    return int(spans["bytes"][mine].sum())
 
 
 def _loads(recording: Recording, gpu: GpuAccount) -> Cover | None:

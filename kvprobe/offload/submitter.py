@@ -272,12 +272,18 @@ class Submitter:
         side = Side(bases=self._coded[2].ctypes.data, blocks=cells.a_layer, factor=1)
         return {"cells": config, "cpu": side, "gpu": side, "copy_bytes": cells.copy_bytes, "layers": len(cells.bases)}
 
-    def submit(self, copies: Copies, direction: str, *, after: int | None = None, since_ns: int = 0) -> Submission:
+    def submit(self, copies: Copies, direction: str, **options: Any) -> Submission:
         """Hands copies over and leaves: as `submit_all`, of one submission."""
-        return self.submit_all([[copies]], direction, after=after, since_ns=since_ns)[0]
+        return self.submit_all([[copies]], direction, **options)[0]
 
     def submit_all(
-        self, parts: Sequence[Sequence[Copies]], direction: str, *, after: int | None = None, since_ns: int = 0
+        self,
+        parts: Sequence[Sequence[Copies]],
+        direction: str,
+        *,
+        after: int | None = None,
+        since_ns: int = 0,
+        behind_copies: bool = False,
     ) -> list[Submission]:
         """Hands over several submissions at once, all or none of them, that start and end in this order.
 
@@ -289,6 +295,7 @@ class Submitter:
             direction: "load" (CPU to GPU) or "store".
             after: stream handle whose present work comes first; None: no wait.
             since_ns: when the transfer was asked for (CLOCK_MONOTONIC); 0: now.
+            behind_copies: that stream waits for copies which others make: a wait for it is no sign of compute.
 
         Raises:
             UsageError: arrays of different lengths, none at all, an unknown direction.
@@ -310,7 +317,7 @@ class Submitter:
             number,
             given.native,
             after,
-            after is not None,
+            0 if after is None else 2 if behind_copies else 1,  # enum kvp_waits
             since_ns or self._native.kvp_now_ns(),
             jobs,
         )

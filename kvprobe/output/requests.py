@@ -32,7 +32,7 @@ class WaitsJson(TypedDict):
 class PhaseJson(TypedDict):
     """Steps like each other, from `least` to below twice as many tokens or requests; lines_ns: mean, without late ones.
 
-    late_from_ns: what takes longer is late; null where too few were seen.
+    late_from_ns: what takes longer is late; null where nothing tells. undecided: why less may be late, too.
     """
 
     phase: str

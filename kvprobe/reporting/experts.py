@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from kvprobe.account import Account
-from kvprobe.account.expert_gains import FIXED, PREFETCH, SLOTS, ExpertChange, expert_gains
+from kvprobe.account.expert_gains import FIXED, PREFETCH, SLOTS, ExpertChange, ExpertGains, expert_gains
 from kvprobe.recordings.experts import ExpertTensor, ExpertUploads, expert_uploads
 from kvprobe.recordings.model import Recording
 from kvprobe.recordings.serving import ServingWindow
 from kvprobe.reporting.units import NONE, count_text, duration, moved_text, percent, size_text
 from kvprobe.reporting.views import Cell, Chart, TableView, left_out, table
 
-__all__ = ["LEAD", "change_said", "expert_section", "expert_tables", "tensor_name"]
+__all__ = ["LEAD", "change_said", "expert_section", "expert_tables", "scaled", "tensor_name"]
 
 LEAD = (
     "Copies that bring a model's experts to the GPU. They are recognised by their source addresses: pieces at equal "
     "distances in memory that the GPU never writes to, some of which are copied in each step. Each upload is a miss: "
     "the expert was not on the GPU. An upload counts under “Again” where the expert had been on the GPU before. What a "
-    "change saves is at most the time in which the GPU computed nothing because of these copies."
+    "change saves is at most the time in which the GPU computed nothing: because of these copies, and where uploads "
+    "begin earlier, until it was known which experts to copy as well."
 )
 _MOST = 100
+_ALL = 0.995  # of the window: who observed so much observed all of it
 _WHAT = {
     PREFETCH: "Begin each upload while what comes before it computes, if the picks are known so early",
     SLOTS: "Keep {count} more experts on the GPU, and replace the one that was used least recently",
@@ -35,6 +37,13 @@ def change_said(one: ExpertChange) -> str:
     """In words."""
     text = _WHAT[one.what].format(count=count_text(one.count))
     return text.replace("tensors", "tensor") if one.what == FIXED and one.count == 1 else text
+
+
+def scaled(gains: ExpertGains) -> str:
+    """From what part of the window the times are extended; "" where they are not."""
+    if gains.exposed_ns is None or gains.observed >= _ALL:
+        return ""
+    return f"Times are scaled from the {percent(gains.observed)} of the window in which the GPU was observed."
 
 
 def expert_section(
@@ -100,10 +109,10 @@ def _changes(recording: Recording, account: Account, uploads: ExpertUploads) -> 
     ]
     if not rows:
         return None
-    note = "When the GPU computed was not recorded, so the time saved is not known."
+    notes = ["When the GPU computed was not recorded beside enough of these copies, so the time saved is not known."]
     if gains.exposed_ns is not None:
-        note = f"The GPU computed nothing for {duration(gains.exposed_ns)} because of these copies."
+        notes = [f"The GPU computed nothing for {duration(gains.exposed_ns)} because of these copies.", scaled(gains)]
     if uploads.slots:
-        note += " More slots save at least as many uploads as the table says: uses that needed no copy are not seen."
+        notes.append("More slots save at least as many uploads as this says: uses that needed no copy are not seen.")
     columns = ("Change", "Memory of the GPU", "Uploads saved", "Bytes saved", "Time saved", "Of the window")
-    return table("What would reduce uploads", columns, rows, note)
+    return table("What would reduce uploads", columns, rows, " ".join(filter(None, notes)))

@@ -66,7 +66,7 @@ def sentences(told: Requests) -> list[str]:
         return [*out, f"It is undecided which steps were late: {told.undecided}."]
     late = f"{told.late_steps:,} of {told.steps:,} steps and {len(told.late_requests):,} of {told.requests:,} requests"
     out.append(f"Late: {late}.")
-    rare = sum(one.usual.count for one in told.phases if one.undecided)
+    rare = sum(one.usual.count - one.late for one in told.phases if one.undecided)
     if rare:
         out.append(f"Undecided: {rare:,} steps, because too few steps are similar to them.")
     return out
@@ -77,6 +77,12 @@ def _size(one: PhaseTimes) -> str:
     return f"{one.least:,}{f' to {to:,}' if to > one.least else ''} {one.counted}"
 
 
+def _late_from(one: PhaseTimes) -> str:
+    if not np.isfinite(one.usual.late_ns):
+        return "undecided"
+    return duration(one.usual.late_ns) + (", undecided below" if one.undecided else "")
+
+
 def phase_rows(told: Requests) -> list[list[str]]:
     """Texts for a table of PHASE_COLUMNS."""
     return [
@@ -85,7 +91,7 @@ def phase_rows(told: Requests) -> list[list[str]]:
             _size(one),
             count_text(one.usual.count),
             duration(one.usual.median_ns),
-            "undecided" if one.undecided else duration(one.usual.late_ns),
+            _late_from(one),
             count_text(one.late),
             _most(one.to_json()["lines_ns"]),
         ]

@@ -359,17 +359,20 @@ def expert_sum(recording: Recording) -> SummaryTable:
 def expert_change_sum(recording: Recording) -> SummaryTable:
     """What would reduce uploads of experts, and how much: never more than what was not computing."""
     found = expert_uploads(recording)
-    rows = []
+    rows, notes = [], list[str]()
     account = account_of(Joined(recording)) if found else None
     for uploads in found:
         assert account is not None
         place = streams.process_name(recording, uploads.process)
-        for one in expert_gains(recording, account, uploads).changes:
+        gains = expert_gains(recording, account, uploads)
+        notes.append(experts.scaled(gains))
+        for one in gains.changes:
             saved = math.nan if one.saved_ns is None else one.saved_ns
             rows.append([place, one.what, one.count, one.bytes, one.kept, one.kept_bytes, saved])
     columns = [("Process", "text"), ("Change", "text"), ("Count", "count"), ("Bytes held", "count")]
     columns += [("Uploads saved", "count"), ("Bytes saved", "count"), ("Time saved (ns)", "ns")]
-    return SummaryTable("expert_changes", "What would reduce uploads of experts", columns, rows)
+    note = " ".join(filter(None, notes))
+    return SummaryTable("expert_changes", "What would reduce uploads of experts", columns, rows, note)
 
 
 REPORTS: dict[str, Callable[[Recording], SummaryTable]] = {

@@ -14,7 +14,7 @@ from kvprobe.recordings.serving import ServingWindow
 from kvprobe.requests.held import InStep, held_in
 from kvprobe.requests.served import ServedSteps, served
 from kvprobe.requests.split import LOAD, PART_KEYS, PARTS, TURN, causes_in, gpu_of, lines_in
-from kvprobe.requests.usual import LEAST, Usual, like_of, usual
+from kvprobe.requests.usual import LEAST, Usual, counts_tokens, like_of, phase_of, usual_of_kinds
 
 __all__ = ["LateRequest", "LateStep", "PhaseTimes", "Requests", "Waits", "joined", "of_account"]
 
@@ -75,19 +75,19 @@ class PhaseTimes:
 
     @property
     def undecided(self) -> str:
-        """Why none of them is called late; "" where some may be."""
+        """Why it is not known of all of them whether they are late; "" where it is."""
         return "" if self.usual.count >= LEAST else f"fewer than {LEAST} similar steps were recorded"
 
     def to_json(self) -> PhaseJson:
         """Plain values."""
-        decided = not self.undecided
+        late_ns = self.usual.late_ns
         return {
             "phase": self.phase.name.lower(),
             "least": self.least,
             "counted": self.counted,
             "steps": self.usual.count,
             "median_ns": self.usual.median_ns,
-            "late_from_ns": self.usual.late_ns if decided else None,
+            "late_from_ns": late_ns if np.isfinite(late_ns) else None,
             "late": self.late,
             "lines_ns": _named(self.mean_ns),
             "undecided": self.undecided,
@@ -274,18 +274,21 @@ class _StepSplit:
         self.fence = np.full(len(took), np.inf)
         self.mean = np.zeros((len(took), len(Line)))
         self.phases: list[PhaseTimes] = []
-        for like in np.unique(told.like[self.judged]).tolist():
-            mine = self.judged & (told.like == like)
-            known = usual(took[mine])
-            late = mine & (took > known.late_ns)
-            mean = self.lines[mine & ~late].mean(axis=0)
+        kinds = {like: self.judged & (told.like == like) for like in np.unique(told.like[self.judged]).tolist()}
+        known = usual_of_kinds({like: (told.size[mine], took[mine]) for like, mine in kinds.items()})
+        means = {}
+        for like, mine in kinds.items():
+            late = mine & (took > known[like].late_ns)
             self.late |= late
-            self.fence[told.like == like] = known.late_ns
-            self.mean[told.like == like] = mean
-            phase = Phase(like // 64)
-            by_tokens = phase != Phase.DECODE and bool(told.known[mine].all())
-            counted = "tokens" if by_tokens else "requests"
-            self.phases.append(PhaseTimes(phase, 1 << like % 64, counted, known, took[mine], mean, int(late.sum())))
+            if not late[mine].all():
+                means[like] = self.lines[mine & ~late].mean(axis=0)
+        for like, mine in kinds.items():
+            all_of_it, usual = told.like == like, known[like]
+            mean = means[like] if like in means else means[usual.beside]  # all of a few may be late
+            self.fence[all_of_it], self.mean[all_of_it] = usual.late_ns, mean
+            counted = "tokens" if counts_tokens(like) else "requests"
+            late = int(self.late[mine].sum())
+            self.phases.append(PhaseTimes(phase_of(like), 1 << like % 64, counted, usual, took[mine], mean, late))
 
     def _waits(self) -> None:
         """Every wait for a token: pairs `begins` to `ends` of one request, of which the last one emitted it."""
@@ -310,12 +313,13 @@ class _StepSplit:
         amount = np.zeros(len(rows), dtype=np.int64)
         pair, of = self._pairs(rows)
         np.add.at(amount, of, np.maximum(told.computed[pair], 0))
-        like = like_of(np.full(len(rows), Phase.PREFILL), np.ones(len(rows)), amount)
+        like, size = like_of(np.full(len(rows), Phase.PREFILL), np.ones(len(rows)), amount)
         self.usual_firsts = self._of_steps(rows)
-        for one in np.unique(like).tolist():
-            at = np.flatnonzero(like == one)
+        kinds = {one: np.flatnonzero(like == one) for one in np.unique(like).tolist()}
+        known = usual_of_kinds({one: (size[at], self.took[rows[at]]) for one, at in kinds.items()})
+        for one, at in kinds.items():
             mine = rows[at]
-            late = self.took[mine] > usual(self.took[mine]).late_ns
+            late = self.took[mine] > known[one].late_ns
             self.is_late[mine] = late
             if not late.all():
                 self.usual_firsts[at] = self.parts(mine[~late]).mean(axis=0)

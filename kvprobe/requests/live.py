@@ -21,8 +21,8 @@ import numpy as np
 
 from kvprobe.durations import time_text
 from kvprobe.output.requests import LiveRequestsJson
-from kvprobe.recordings.model import Phase
-from kvprobe.requests.usual import like_of, usual
+from kvprobe.recordings.model import Array, Phase
+from kvprobe.requests.usual import like_of, usual_of_kinds
 from kvprobe.runfolder import files
 from kvprobe.runfolder.step_lines import one_by_one
 
@@ -174,7 +174,7 @@ class _File:
         self.read = 0
         self.requests: dict[int, _Request] = {}
         self.by_name: dict[str, _Request] = {}
-        self.usual: dict[int, deque[int]] = {}
+        self.usual: dict[str, dict[int, deque[tuple[int, int]]]] = {"steps": {}, "first": {}}  # sizes and times
         self.sums = {"first": Sums(), "between": Sums()}
         self.late: deque[Waited] = deque(maxlen=_NEWEST)
 
@@ -276,26 +276,34 @@ class _File:
         late: list[Waited] = []
         if new.steps:
             columns = np.array(new.steps, dtype=np.int64)
-            like = like_of(columns[:, 0], columns[:, 1], columns[:, 2]).tolist()
-            fence = self._fences(like, columns[:, 3].tolist())
-            late += [one for place, one in new.between if one.ns > fence[like[place]]]
+            like, size = like_of(columns[:, 0], columns[:, 1], columns[:, 2])
+            fence = self._fences("steps", like, size, columns[:, 3])
+            late += [one for place, one in new.between if one.ns > fence[place]]
             self.sums["between"].add(now.between, len(late))
         if new.first:
             amount = np.array([tokens for tokens, _ in new.first], dtype=np.int64)
-            same = like_of(np.full(len(new.first), int(Phase.PREFILL)), np.ones(len(new.first)), amount)
-            like = (-1 - same).tolist()  # beside those of steps
-            fence = self._fences(like, [one.ns for _, one in new.first])
-            slow = [one for kind, (_, one) in zip(like, new.first, strict=True) if one.ns > fence[kind]]
+            phase, once = np.full(len(amount), int(Phase.PREFILL)), np.ones(len(amount), dtype=np.int64)
+            like, size = like_of(phase, once, amount)
+            fence = self._fences("first", like, size, np.array([one.ns for _, one in new.first]))
+            slow = [one for (_, one), late_ns in zip(new.first, fence, strict=True) if one.ns > late_ns]
             self.sums["first"].add(now.first, len(slow))
             late += slow
         self.late.extend(late)
         now.late, now.worst = len(late), _longest(late)
 
-    def _fences(self, like: list[int], took: list[int]) -> dict[int, float]:
-        """From when on each kind is late, with these among the newest."""
-        for kind, ns in zip(like, took, strict=True):
-            self.usual.setdefault(kind, deque(maxlen=_NEWEST)).append(ns)
-        return {kind: usual(np.array(self.usual[kind])).late_ns for kind in set(like)}
+    def _fences(self, what: str, like: Array, size: Array, took: Array) -> list[float]:
+        """From when on each of these is late, with these among the newest."""
+        kept = self.usual[what]
+        for kind, *one in zip(like.tolist(), size.tolist(), took.tolist(), strict=True):
+            kept.setdefault(kind, deque(maxlen=_NEWEST)).append((one[0], one[1]))
+        asked = set((like // 64).tolist())
+        known = usual_of_kinds({kind: _columns(pairs) for kind, pairs in kept.items() if kind // 64 in asked})
+        return [known[kind].late_ns for kind in like.tolist()]
+
+
+def _columns(pairs: Iterable[tuple[int, int]]) -> tuple[Array, Array]:
+    size, took = np.array([*pairs], dtype=np.int64).T
+    return size, took
 
 
 def _longest(waits: Iterable[Waited]) -> Waited | None:

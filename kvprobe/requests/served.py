@@ -24,8 +24,7 @@ class ServedSteps:
         from_ns: where the previous step ended that shares a request with it; where none does, its own start.
         to_ns: where it ended.
         requests, emitted: how many are in it, and tokens that it emitted.
-        known: whether the server told of all its requests how many tokens it computed.
-        like: as `usual.like_of`.
+        like, size: as `usual.like_of`.
         step, request: of each pair: its step, and the number of its request.
         tokens: that the step emitted for the request; `computed`: that it computed, -1 not known.
         since_ns: of each pair, the end of the request's step before; of its first, when it arrived.
@@ -42,8 +41,8 @@ class ServedSteps:
     to_ns: Array
     requests: Array
     emitted: Array
-    known: Array
     like: Array
+    size: Array
     step: Array
     request: Array
     tokens: Array
@@ -97,6 +96,7 @@ def served(recording: Recording) -> ServedSteps:
     known = np.ones(len(rows), dtype=bool)
     known[step[computed < 0]] = False
     amount = np.bincount(step, weights=np.maximum(computed, 0), minlength=len(rows))
+    like, size = like_of(table["phase"][rows], many, np.where(known, amount, -1))
     return ServedSteps(
         process,
         table["step"][rows],
@@ -105,8 +105,8 @@ def served(recording: Recording) -> ServedSteps:
         end,
         many,
         np.bincount(step, weights=tokens, minlength=len(rows)).astype(np.int64),
-        known,
-        like_of(table["phase"][rows], many, np.where(known, amount, -1)),
+        like,
+        size,
         step,
         request,
         tokens,

@@ -15,7 +15,7 @@ from kvprobe.recordings.experts import ExpertUploads, expert_uploads
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.model import Memory, Recording
 from tests.diagnosis.hostruntime import D2H, H2D, Runtime, recording_of
-from tests.recordings.experts_made import STRIDE, Slots, routed, runs
+from tests.recordings.experts_made import STRIDE, Slots, as_run, routed, runs
 
 LAYERS, EXPERTS, PICKED, STEPS = 4, 32, 4, 40
 TENSOR = EXPERTS * STRIDE
@@ -45,8 +45,9 @@ class LlamaCpp:
         fixed: tuple[int, ...] = (),
         *,
         mapped: bool = False,
+        submit_ns: int = 1_000,
     ) -> None:
-        runtime.reset(h2d_bytes_per_s=20_000_000_000)
+        runtime.reset(h2d_bytes_per_s=20_000_000_000, submit_ns=submit_ns)
         self.runtime, self.compute_ns = runtime, compute_ns
         self.stream, self.copying = runtime.stream(), runtime.stream()
         size = LAYERS * (3 * TENSOR + 4096)
@@ -163,6 +164,53 @@ def test_prefetching_saves_what_was_predicted(runtime: Runtime, compute_ns: int)
     assert near(change.saved_ns, before - after)
 
 
+SLOW = 12_000  # ns a submission: longer than a copy of one expert
+
+
+def test_where_the_thread_is_slower_than_the_link_its_calls_are_what_is_saved(runtime: Runtime) -> None:
+    recording, before = LlamaCpp(runtime, submit_ns=SLOW).run()
+    _, gains = predicted(recording)
+    slots, fixed = ([one for one in gains.changes if one.what == what][1] for what in (SLOTS, FIXED))
+    _, after = LlamaCpp(runtime, slots=slots.count, submit_ns=SLOW).run()
+    assert near(slots.saved_ns, before - after)
+    _, after = LlamaCpp(runtime, fixed=tuple(range(fixed.count)), submit_ns=SLOW).run()
+    assert near(fixed.saved_ns, before - after)
+    (ahead,) = (one for one in gains.changes if one.what == PREFETCH)
+    _, after = LlamaCpp(runtime, submit_ns=SLOW).run(ahead=True)
+    assert ahead.saved_ns == pytest.approx(before - after, abs=0.02 * before)  # the thread was never idle for long
+
+
+def holes(recording: Recording, seed: int, share: float) -> list[tuple[int, int]]:
+    """Times that last for some steps each, in which no mark was made."""
+    begin, end = int(recording.calls["start_ns"].min()), int(recording.calls["end_ns"].max())
+    random, each = np.random.default_rng(seed), (end - begin) / 10
+    lasts = share * each * random.uniform(0.8, 1.2, 10)
+    first = begin + np.arange(10) * each + random.uniform(0, 1, 10) * (each - lasts)
+    return [(int(at), int(at + ns)) for at, ns in zip(first, lasts, strict=True)]
+
+
+@pytest.mark.parametrize("submit_ns", [1_000, SLOW])
+@pytest.mark.parametrize(("seed", "share"), [(1, 0.3), (2, 0.3), (3, 0.6), (4, 0.6)])
+def test_what_was_not_observed_costs_as_much_as_what_was(
+    runtime: Runtime, seed: int, share: float, submit_ns: int
+) -> None:
+    recording, _ = LlamaCpp(runtime, submit_ns=submit_ns).run()
+    _, whole = predicted(as_run(recording))
+    _, partly = predicted(as_run(recording, holes(recording, seed, share)))
+    assert [(one.what, one.count) for one in partly.changes] == [(one.what, one.count) for one in whole.changes]
+    for one, other in zip(partly.changes, whole.changes, strict=True):
+        assert one.saved_ns == pytest.approx(other.saved_ns, rel=0.1), one.what
+    assert partly.exposed_ns == pytest.approx(whole.exposed_ns, rel=0.1)
+    assert whole.observed > 0.999 and abs(1 - partly.observed - share) < 0.1
+
+
+def test_from_next_to_nothing_nothing_is_extended(runtime: Runtime) -> None:
+    recording, _ = LlamaCpp(runtime).run()
+    begin, end = int(recording.calls["start_ns"].min()), int(recording.calls["end_ns"].max())
+    _, gains = predicted(as_run(recording, [(begin + 150_000, end - 1_000)]))
+    assert gains.exposed_ns is None and all(one.saved_ns is None for one in gains.changes)
+
+
 def test_nothing_saves_more_than_what_was_not_computing(runtime: Runtime) -> None:
     recording, took = LlamaCpp(runtime, 10_000).run()
     (uploads,) = expert_uploads(recording)
@@ -170,7 +218,10 @@ def test_nothing_saves_more_than_what_was_not_computing(runtime: Runtime) -> Non
     gains = expert_gains(recording, account, uploads)
     (gpu,) = account.gpus
     assert gains.exposed_ns is not None and 0 < gains.exposed_ns <= gpu.not_computing_ns <= took
-    assert all(one.saved_ns is not None and one.saved_ns <= gains.exposed_ns for one in gains.changes)
+    kept = [one.saved_ns for one in gains.changes if one.what != PREFETCH]
+    assert kept and all(one is not None and one <= gains.exposed_ns for one in kept)
+    (ahead,) = (one.saved_ns for one in gains.changes if one.what == PREFETCH)  # what is not waited for is not asked
+    assert ahead is not None and ahead <= gpu.not_computing_ns
 
 
 def test_what_the_device_did_is_not_guessed(runtime: Runtime) -> None:

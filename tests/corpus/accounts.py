@@ -79,6 +79,11 @@ def going(ns: int = 2_100_000_000) -> Iterator[int]:
         step += 1
 
 
+def turns(ns: int = 1_500_000_000) -> Iterator[int]:
+    """As `going`, for a shorter program."""
+    yield from going(ns)
+
+
 class Pool:
     """The pinned pool cut into blocks whose bytes all differ, and slots on the device that take turns."""
 

@@ -845,6 +845,7 @@ import fresh_shapes  # noqa: E402, F401
 import later_shapes  # noqa: E402, F401
 import other_shapes  # noqa: E402, F401
 import served_shapes  # noqa: E402, F401
+import seventh_shapes  # noqa: E402, F401
 import sixth_shapes  # noqa: E402, F401
 import unseen_shapes  # noqa: E402, F401
 

@@ -19,6 +19,7 @@ from later_shapes import LATER
 from programs import PROGRAMS
 from registry import LINES, plain
 from served_shapes import SERVED
+from seventh_shapes import SEVENTH
 from sixth_shapes import SIXTH
 from unseen_shapes import UNSEEN
 
@@ -145,13 +146,26 @@ def test_sixth_programs_say_their_truth_and_are_a_set_of_their_own():
     assert not [name for name, one in SIXTH.items() if {*one.like} & {*one.causes, *one.also}]
 
 
-@pytest.mark.parametrize("programs", [SERVED, SIXTH], ids=["served", "sixth"])
+def test_seventh_programs_say_their_truth_and_are_a_set_of_their_own():
+    earlier = (LATER, FRESH, BLIND, UNSEEN, SERVED, SIXTH)
+    assert len(SEVENTH) == 26 and sum(program.healthy for program in SEVENTH.values()) == 9
+    assert not SEVENTH.keys() & {name for programs in earlier for name in programs}
+    assert {line for program in SEVENTH.values() for line in (program.line, *program.or_lines)} <= set(LINES)
+    assert all(program.why.endswith(".") and program.like for program in SEVENTH.values())
+    assert not [name for name, one in SEVENTH.items() if "\n\n" not in (one.body.__doc__ or "")]  # the argument
+    named = {cause for program in SEVENTH.values() for cause in (*program.causes, *program.also, *program.like)}
+    assert named <= set(CAUSES)
+    assert not [name for name, one in SEVENTH.items() if {*one.like} & {*one.causes, *one.also}]
+
+
+@pytest.mark.parametrize("programs", [SERVED, SIXTH, SEVENTH], ids=["served", "sixth", "seventh"])
 def test_programs_run_to_their_end_with_the_bytes_that_they_were_to_move(programs):
     """For a twentieth of their time, on the host runtime; programs check their bytes themselves."""
     build.build()
     names = [name for name, one in programs.items() if not one.needs_gpu]
     body = (
-        "import json, sys; import accounts; accounts.going.__defaults__ = (100_000_000,)\n"
+        "import json, sys; import accounts\n"
+        "accounts.going.__defaults__ = accounts.turns.__defaults__ = (100_000_000,)\n"
         "import programs; from device import Device; d = Device()\n"
         "for name in sys.argv[1:]: programs.prepare(name, d); print(json.dumps(programs.run(name, d)))"
     )
@@ -178,6 +192,9 @@ def test_a_served_program_whose_trouble_is_not_plain_is_refused():
     ):
         with pytest.raises(RuntimeError, match="not plain"):
             plain(account, line)
+    plain({"computing": 0.96}, "computing", calm_share=0.95)
+    with pytest.raises(RuntimeError, match="not plain"):
+        plain({"computing": 0.94}, "computing", calm_share=0.95)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,23 @@ def test_bytes_arrive_and_the_times_are_the_devices(made, direction, method):
     assert submitter.expected.ns(direction, BLOCK, 64) > 0 or method == "loop"
 
 
+@pytest.mark.parametrize("behind_copies", [False, True])
+def test_a_wait_for_others_copies_is_no_sign_of_compute(made, behind_copies):
+    """The first store's stream waits for 5 ms; while compute is seen stores are paced to a fiftieth of the link."""
+    b, submitter = made("kernel", virtual_clock=True, h2d_bytes_per_s=55e9, d2h_bytes_per_s=55e9)
+    submitter._table.paced_store = 1_000_000_000
+    stream, whole = b.runtime.stream_create(), [(i, 63 - i) for i in range(64)]
+    b.runtime.launch_delay(stream, 5_000_000)
+    ones = [
+        submitter.submit(copies(b, "store", whole), "store", after=stream, behind_copies=behind_copies),
+        submitter.submit(copies(b, "store", whole), "store"),
+    ]
+    for one in ones:
+        one.wait()
+    paced_ns = 64 * BLOCK  # at a byte a ns
+    assert all((one.copy_ns > paced_ns / 2) != behind_copies for one in ones)
+
+
 def test_neighbours_become_one_copy_but_never_over_a_bound(made):
     b, submitter = made()
     run = [(i, i) for i in range(16)]

@@ -2,6 +2,7 @@
 
 import ctypes
 import importlib
+import time
 import types
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 
 import kvprobe.instrument as instrument
 from kvprobe.errors import KvprobeError
+from kvprobe.instrument import coded
 from kvprobe.instrument.submissions import POOLED
 from tests.patches.test_vllm_batches import NEEDED, VERSION, Worker, adapter
 
@@ -253,13 +255,14 @@ def test_transfers_keep_their_order_across_submitters(worker):
 def figures(rows, coded_ns):
     """What auto hears, by bytes: 100 ns each as they are, `coded_ns` coded; the machine's own times say nothing here.
 
-    By direction, to be changed later.
+    By direction, to be changed later; so is how many times as long either way takes beside what else goes on.
     """
-    heard, took = rows.heard, {"load": coded_ns, "store": coded_ns}
+    heard, took = rows.heard, {"load": coded_ns, "store": coded_ns, "beside": 1}
 
     def told(direction, live, copy_ns):
         live.submit_ns = 1000
-        heard(direction, live, live.bytes * (took[direction] if live.rung.method == "coded" else 100))
+        a_byte = took[direction] if live.rung.method == "coded" else 100
+        heard(direction, live, int(live.bytes * a_byte * took["beside"]))
 
     rows.heard = told
     return took
@@ -287,7 +290,7 @@ def test_auto_codes_where_that_is_faster_and_says_so(worker):
         one.store(gpu, cpu)
         one.drain(1)
         keep_vllms_own_way()
-        said = stores_and_decisions(one, seen, 30)
+        said = stores_and_decisions(one, seen, 40)
         assert said == [("switch", "upstream/batch", "pooled/coded"), ("keep", "upstream/batch", "pooled/coded")]
         one.wipe()
         one.load(cpu, gpu)
@@ -314,29 +317,122 @@ def test_auto_takes_it_back_where_it_gains_nothing(worker, coded_ns):
     assert one.equals(before)
 
 
-def test_auto_takes_it_back_where_loads_become_slower(worker):
+def kept(one, seen, monkeypatch, coded_ns=80):
+    """Auto kept coding after a trial, and has two of 8 stores plain from then on: what it hears, and what it said."""
+    monkeypatch.setattr(coded, "PERIOD", 8)
+    took = figures(one.rows, coded_ns)
+    one.fill()
+    one.store(*everything(one))
+    one.drain(1)
+    keep_vllms_own_way()
+    stores = 0
+    while [what for what, *_ in stores_and_decisions(one, seen, 1)] != ["switch", "keep"]:
+        stores += 1
+        assert stores < 60
+    return took
+
+
+def test_auto_keeps_what_gains_where_either_way_becomes_slower(worker, monkeypatch):
+    """A model that begins to compute beside the copies slows both: that is no loss by coding."""
     one = worker(coding=False)
     with instrument.observe("vllm", fix="auto") as seen:
         one.make()
-        figures(one.rows, 80)["load"] = 160
-        before, (gpu, cpu) = one.fill(), everything(one)
-        one.store(gpu, cpu)
+        kept(one, seen, monkeypatch)["beside"] = 1.5
+        assert [what for what, *_ in stores_and_decisions(one, seen, 120)] == ["switch", "keep"]
+        assert one.rows.coding
+        assert [t["method"] for t in seen.transfers[-80:]].count("batch") == 20
+
+
+@pytest.mark.parametrize("beside", [0.5, 1.0, 1.5])
+def test_auto_takes_back_what_no_longer_gains(worker, monkeypatch, beside):
+    """Even where the copies are faster than those were that it was kept for."""
+    one = worker(coding=False)
+    with instrument.observe("vllm", fix="auto") as seen:
+        one.make()
+        took = kept(one, seen, monkeypatch)
+        took["store"], took["beside"] = 110, beside
+        said = stores_and_decisions(one, seen, 80)
+        assert said[2:] == [("return", "pooled/coded", "upstream/batch")]
+        assert not one.rows.coding
+
+
+@pytest.mark.parametrize(("alone_ns", "beside_ns", "keeps"), [(60, 115, True), (90, 140, False)])
+def test_what_a_program_does_in_turns_counts_together(worker, monkeypatch, alone_ns, beside_ns, keeps):
+    """Coded stores gain while nothing computes, and lose beside a model, which has fewer multiprocessors left."""
+    one = worker(coding=False)
+    with instrument.observe("vllm", fix="auto") as seen:
+        one.make()
+        took = kept(one, seen, monkeypatch, alone_ns if keeps else 80)
+        for phase in range(14):
+            took["store"] = beside_ns if phase % 2 else alone_ns
+            stores_and_decisions(one, seen, 10)
+        assert one.rows.coding == keeps
+
+
+def test_one_bad_moment_gives_nothing_back(worker, monkeypatch):
+    one = worker(coding=False)
+    with instrument.observe("vllm", fix="auto") as seen:
+        one.make()
+        took = kept(one, seen, monkeypatch)
+        took["store"] = 130
+        while not one.rows._doubted:
+            stores_and_decisions(one, seen, 1)
+        took["store"] = 80
+        assert len(stores_and_decisions(one, seen, 80)) == 2
+        assert one.rows.coding
+        assert not one.rows._doubted
+
+
+def load_of_either_kind(one, step):
+    """Of two blocks; what is stored now lies there as its turn has it."""
+    one.store([0, 1], [0, 1])
+    one.drain(1)
+    one.load([0, 1] if step % 2 else [20, 21], [4, 5])
+    one.drain(1)
+
+
+@pytest.mark.parametrize(("loads_ns", "what"), [(160, ["return"]), (80, [])])
+def test_auto_takes_it_back_where_loads_become_slower(worker, monkeypatch, loads_ns, what):
+    one = worker(coding=False)
+    with instrument.observe("vllm", fix="auto") as seen:
+        one.make()
+        took = kept(one, seen, monkeypatch)
+        took["load"], took["beside"] = loads_ns, 0.5
+        one.rows.coding = False  # these lie there as they are from now on
+        one.store([20, 21], [20, 21])
         one.drain(1)
-        one.load(cpu, gpu)
+        one.rows.coding = True
+        for step in range(40):
+            load_of_either_kind(one, step)
+        assert [d["what"] for d in seen.decisions if d["from"] == "pooled/coded"] == what
+        assert one.rows.coding == (not what)
+        before = [t.clone() for t in one.plain()]
+        one.store([7, 8], [7, 8])
         one.drain(1)
-        keep_vllms_own_way()
-        for _ in range(8):
-            one.load(cpu, gpu)
+        one.load([7, 8], [2, 3])
+        one.drain(1)
+    assert one.equals(before, gpu=[2, 3], cpu=[7, 8])
+
+
+def test_loads_of_another_time_say_nothing_of_coded_ones(worker, monkeypatch):
+    """Loads of plain rows while nothing else went on, then those of coded ones beside a model."""
+    one = worker(coding=False)
+    with instrument.observe("vllm", fix="auto") as seen:
+        one.make()
+        took = kept(one, seen, monkeypatch)
+        one.rows.coding = False
+        one.store([20, 21], [20, 21])
+        one.drain(1)
+        one.rows.coding = True
+        for _ in range(12):
+            one.load([20, 21], [4, 5])
             one.drain(1)
-        assert [what for what, *_ in stores_and_decisions(one, seen, 30)] == ["switch", "keep"]
-        for _ in range(8):
-            one.load(cpu, gpu)
+        took["beside"] = 2
+        for _ in range(40):
+            one.load([2, 3], [4, 5])
             one.drain(1)
-        assert [d["what"] for d in seen.decisions if d["from"] == "pooled/coded"] == ["return"]
-        one.wipe()
-        one.load(cpu, gpu)
-        one.drain(1)
-    assert one.equals(before)
+        assert [d["what"] for d in seen.decisions if d["from"] == "pooled/coded"] == []
+        assert one.rows.coding
 
 
 def test_numbers_that_do_not_shrink_are_not_tried(worker):
@@ -352,6 +448,25 @@ def test_numbers_that_do_not_shrink_are_not_tried(worker):
     assert [d["why"] for d in seen.decisions if d["what"] == "note" and "travel as they are" in d["why"]] == [
         "blocks travel as they are: a sample of what was stored would still need 100% of its bytes"
     ]
+
+
+def test_waiting_for_what_was_stored_in_the_other_way_is_no_cost_of_this_one(worker, monkeypatch):
+    one = worker(coding=True)
+    with instrument.observe("vllm", fix="auto") as seen:
+        one.make()
+        one.rows.coding = True
+        one.fill()
+        one.store([0, 1], [0, 1])
+        for path in adapter().paths():
+            path.auto.stand_on(POOLED)
+            own = path.fence
+            monkeypatch.setattr(path, "fence", lambda stream, own=own: (time.sleep(0.05), own(stream)))
+        one.rows.coding = False
+        one.store([2, 3], [2, 3])
+        one.drain(2)
+    _, plain_store = seen.transfers
+    assert [t["method"] for t in seen.transfers] == ["coded", "auto"]
+    assert plain_store["build_ns"] >= 50_000_000
 
 
 class Region:

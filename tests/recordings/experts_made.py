@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvprobe.recordings.model import CallKind, Direction, Memory, Recording, Source, Table
+from kvprobe.recordings.intervals import Cover
+from kvprobe.recordings.model import CallKind, Direction, Engine, Memory, Recording, Source, Table
 
 STRIDE = 96 << 10
 GPU = 0x7F0000000000
@@ -107,3 +108,24 @@ def in_slots(count: int, seed: int = 1, steps: int = 60, layers: int = 4, expert
                     base = 0x100000000 + layer * (experts * STRIDE + 4096)
                     trace.copy(base + expert * STRIDE, GPU + slot * STRIDE, STRIDE)
     return trace, slots
+
+
+def as_run(recording: Recording, unseen: Sequence[tuple[int, int]] = ()) -> Recording:
+    """As `kvprobe run` would have recorded it: spans between marks, but of these times, and no call that launches."""
+    calls, ran = recording.calls, recording.executions
+    holes = Cover(np.array([one for one, _ in unseen]), np.array([one for _, one in unseen]))
+    kept = holes.within(ran["start_ns"], ran["end_ns"]) == 0
+    columns = ("start_ns", "end_ns", "process", "device", "stream", "engine", "direction", "bytes")
+    spans = {name: ran[name][kept] for name in columns}
+    spans |= {"count": np.ones(int(kept.sum())), "graph": np.full(int(kept.sum()), -1)}
+    edges = np.array([calls["start_ns"].min(), *(at for pair in unseen for at in pair), calls["end_ns"].max()])
+    begin, end = edges[:-1], edges[1:]
+    hidden = np.arange(len(begin)) % 2 == 1
+    names = [*recording.names, "the budget of marks was spent"]
+    coverage = {"start_ns": begin, "end_ns": end, "reason": np.where(hidden, len(names) - 1, 0)}
+    coverage |= {"process": begin * 0, "device": begin * 0, "stopped": hidden}
+    tables = {name: recording.tables[name] for name in ("streams", "processes") if name in recording.tables}
+    tables["calls"] = Table("calls", {name: calls[name][calls["kind"] != CallKind.LAUNCH] for name in calls.columns})
+    tables |= {"spans": Table("spans", spans), "coverage": Table("coverage", coverage)}
+    assert (spans["engine"] == Engine.KERNEL).any() and names[0] == ""
+    return Recording(recording.source, tables, names)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from kvprobe.reporting.experts import expert_tables
+from kvprobe.account.expert_gains import ExpertGains
+from kvprobe.reporting.experts import expert_tables, scaled
 from kvprobe.reporting.summaries import summary
 from tests.recordings.experts_made import STRIDE, Trace, as_llama_cpp
 
@@ -28,3 +29,9 @@ def test_the_section_is_there_where_experts_are_uploaded() -> None:
     empty = Trace()
     empty.copy(1, 2, 3)
     assert expert_tables(empty.recording(), None) == []
+
+
+def test_times_that_are_extended_say_from_what() -> None:
+    said = "Times are scaled from the 74% of the window in which the GPU was observed."
+    assert scaled(ExpertGains(100, 50, 0.74, [])) == said
+    assert scaled(ExpertGains(100, 50, 1.0, [])) == scaled(ExpertGains(100, None, 0.74, [])) == ""

@@ -87,8 +87,15 @@ def test_the_command_and_the_page_show_them(loop, tmp_path, capsys):
     assert "Which requests were late?" not in build_page(recording, findings=None)
 
 
-def of_steps(steps: list[tuple[int, int, Phase, dict[str, int]]], arrived: dict[str, int] | None = None) -> Recording:
-    """Steps from, to (ms), phase and tokens by request; kernels fill every step of the model but its first ms."""
+def of_steps(
+    steps: list[tuple[int, int, Phase, dict[str, int]]],
+    arrived: dict[str, int] | None = None,
+    computed: list[int] | None = None,
+) -> Recording:
+    """Steps from, to (ms), phase and tokens by request; kernels fill every step of the model but its first ms.
+
+    `computed`: tokens, of each pair of a step and a request.
+    """
     names = Names()
     recording = Recording([Source("one", "trace")], has_executions=True)
     model = [one for one in steps if one[2] not in (Phase.LOAD, Phase.STORE)]
@@ -136,6 +143,7 @@ def of_steps(steps: list[tuple[int, int, Phase, dict[str, int]]], arrived: dict[
             "id": np.array([one[0] for one in pairs]),
             "request": np.array([one[1] for one in pairs]),
             "tokens": np.array([one[2] for one in pairs]),
+            "computed": np.full(len(pairs), -1) if computed is None else np.array(computed),
         },
     )
     told = sorted((arrived or {}).items(), key=lambda item: item[1])
@@ -204,6 +212,43 @@ def test_of_few_steps_nothing_is_called_late():
     told, _ = joined(of_steps([*more, (last, last + 500, Phase.DECODE, {"a": 1})]))
     assert [one.step for one in told.late] == [LEAST] and not told.undecided
     assert told.late[0].line == Line.COMPUTING and told.late[0].longer_ns == 490 * MS
+
+
+def of_sizes(lasts: list[tuple[int, int]], phase: Phase = Phase.MIXED) -> tuple[Requests, set[int]]:
+    """Steps one behind the other, each of so many tokens, so many ms long; the numbers of those that are late."""
+    ends = np.cumsum([ms for _, ms in lasts]).tolist()
+    steps = [(end - ms, end, phase, {"a": 1}) for (_, ms), end in zip(lasts, ends, strict=True)]
+    told, _ = joined(of_steps(steps, computed=[size for size, _ in lasts]))
+    return told, {one.step for one in told.late}
+
+
+USUAL = [(400, 9 + at % 2) for at in range(40)]  # late from 13 ms
+
+
+@pytest.mark.parametrize("few", [[], [(800, 14)], [(800, 14), (700, 13), (900, 15), (810, 14), (800, 15), (800, 13)]])
+def test_a_step_of_a_rare_size_is_late_where_nobody_would_call_it_usual(few):
+    told, late = of_sizes([*USUAL, *few, (800, 200), *USUAL])
+    assert late == {len(USUAL) + len(few)}
+    (one,) = told.late
+    assert one.line == Line.COMPUTING and 184 * MS <= one.longer_ns <= 191 * MS
+    assert [one.name for one in told.late_requests] == ["a"] and told.late_requests[0].late_tokens == 1
+    (rare,) = (one for one in told.phases if one.undecided)
+    assert rare.late == 1 and rare.to_json()["late_from_ns"] == rare.usual.late_ns < 60 * MS
+
+
+def test_a_step_of_a_rare_size_is_not_late_for_its_size():
+    grows = [(800, 30), (1_500, 100)]  # with the square of it
+    assert of_sizes([*USUAL, *grows])[1] == set()
+    often = [(800, 40 + at % 3) for at in range(10)]  # slow is usual of this size
+    assert of_sizes([*USUAL, *often])[1] == set()
+    told, late = of_sizes([*USUAL, (100, 12), (100, 14)])  # longer than what is late of larger ones
+    assert late == {len(USUAL) + 1} and sum(one.usual.count for one in told.phases if one.undecided) == 2
+
+
+def test_sizes_that_count_other_things_are_not_compared():
+    told, late = of_sizes([*USUAL, (-1, 200), (400, 9)])  # one request, of which it is not known how many tokens
+    assert late == set()
+    assert {(one.counted, one.usual.count) for one in told.phases} == {("tokens", 41), ("requests", 1)}
 
 
 def test_where_a_quarter_is_slow_slow_is_usual():

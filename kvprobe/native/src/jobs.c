@@ -274,7 +274,8 @@ int kvp_job_request_addresses(kvp_submitter *s, int direction, uint64_t id, cons
     int why = kvp_refusal(s);
     if (why) return why;
     if (!jobs_of_addresses(s, direction, id, copies, made)) return KVP_NO_MEMORY;
-    return requested(s, made, copies->jobs, after, waits, true, requested_ns);
+    ((struct kvp_job *)made[0])->behind_copies = waits == KVP_WAITS_FOR_COPIES;
+    return requested(s, made, copies->jobs, after, waits != KVP_WAITS_NOT, true, requested_ns);
 }
 
 void kvp_job_release(kvp_job_status *job) {

@@ -222,8 +222,14 @@ typedef struct {
     const uint64_t *bound; /* addresses, ascending, over which no two copies are merged */
     uint32_t lists, jobs, bounds;
 } kvp_addresses;
+enum kvp_waits {
+    KVP_WAITS_NOT,
+    KVP_WAITS,           /* the longer the wait, the longer compute is thought to go on */
+    KVP_WAITS_FOR_COPIES /* whose stream waits for copies that others make: that is no sign of compute */
+};
 /* The same with addresses, handed over at once: jobs `id` and on, of which the first waits for `after`. All of them
- * are in `made` then; else none was asked for, and a refusal or cudaEventRecord's code is returned. */
+ * are in `made` then; else none was asked for, and a refusal or cudaEventRecord's code is returned. `waits`: enum
+ * kvp_waits. */
 KVP_EXPORT int kvp_job_request_addresses(kvp_submitter *s, int direction, uint64_t id, const kvp_addresses *copies,
                                          void *after, int waits, uint64_t requested_ns, kvp_job_status **made);
 /* A job that is not handed over after all: the submitter's reference goes, the caller's stays. */

@@ -114,7 +114,8 @@ static enum gate gate(kvp_submitter *s, struct direction *dir, uint64_t now) {
         if (!alone) dir->alone_since = 0;
         if (alone && !dir->alone_since) dir->alone_since = now;
         uint64_t waited = alone ? now - dir->alone_since : 0;
-        if (hurry || waited >= WAITED_NS) kvp_computes(s, now, hurry ? COMPUTE_NS : GOES_ON * waited);
+        if (!j->behind_copies && (hurry || waited >= WAITED_NS))
+            kvp_computes(s, now, hurry ? COMPUTE_NS : GOES_ON * waited);
         return hurry ? HURRIED : SHUT;
     }
     if (code) {

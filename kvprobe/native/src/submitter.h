@@ -50,9 +50,10 @@ struct kvp_job {
     void *end_event; /* in flight: the event behind its last copy */
     struct cursor at;
     uint8_t direction, begun, inlined, busy /* a caller is inside with it; guarded by shared_lock */;
-    bool handed;       /* the thread has it, or has had it; the caller's own */
-    atomic_uint hurry; /* somebody's stream waits for it: its waits go to the device */
-    int failed;        /* CUDA's code of the submission that failed; what was submitted before still drains */
+    bool behind_copies; /* `after` waits for others' copies, too */
+    bool handed;        /* the thread has it, or has had it; the caller's own */
+    atomic_uint hurry;  /* somebody's stream waits for it: its waits go to the device */
+    int failed;         /* CUDA's code of the submission that failed; what was submitted before still drains */
     void *range;
     /* pools: block ids of both sides */
     uint64_t count;
