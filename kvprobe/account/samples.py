@@ -2,14 +2,18 @@
 
 `kvprobe run` watches a program that its timing events would slow in stretches. Each is some milliseconds long, whatever
 they cost there, and begins when enough is saved up for it, whatever the program does then: so what a stretch holds
-stands for the time around it. A pause between two stretches gets the mean of both, line by line; what its thread did
-meanwhile is known, so that is done for each kind of call apart: in a wait the GPU does what it did in waits.
+stands for the time around it. A pause gets the mean of the NEAR stretches on each side, line by line; what its thread
+did meanwhile is known, so that is done for each kind of call apart: in a wait the GPU does what it did in waits.
 
 A stretch is known from where the work is over that stood in the streams before: often where a step ends. It is counted
 with a weight that rises from its beginning and falls to its end, so that it matters little where in a step it began.
 
-The error is twice the standard error of the mean, by how much stretches that follow one another differ: stretches far
-apart may differ because the program does something else. Where it is more than MOST of the window, nothing is filled.
+Marks may slow a program in a stretch. Its calls are counted everywhere: how many it makes a second in stretches, over
+how many in pauses, is its speed there. Beside a thread that does not wait, the GPU gets as much more done in a pause,
+at the cost of the host's lines.
+
+The error is by resampling: so many stretches as there are, drawn anew, give all lines and the speed again. Where that
+is more than MOST of the window, nothing is filled.
 """
 
 from __future__ import annotations
@@ -20,19 +24,25 @@ from typing import NamedTuple
 import numpy as np
 
 from kvprobe.account.activity import Activity
-from kvprobe.account.lines import Line, Unknown
+from kvprobe.account.lines import COPIES, Line, Unknown
 from kvprobe.account.stretches import NOBODY, Stretches
 from kvprobe.account.threads import Threads
-from kvprobe.recordings.model import Array
+from kvprobe.recordings.model import Array, CallKind
 
 __all__ = ["MOST", "Samples", "fill"]
 
 MOST = 0.05  # of the window: an error above it, and what was not seen stays not known
-FEWEST = 8  # of so few the error is not known: it is as large as what was not seen
-LONGEST_NS = 20_000_000  # of a long stretch so much stands for the pause beside it
+FEWEST = 8  # stretches: of fewer the error is not known: it is as large as what was not seen
+NEAR = 4  # pieces on each side of a pause that stand for it
+LONGEST_NS = 20_000_000  # a longer stretch is cut into pieces: what is far from a pause stands for it less
 SHORTEST_NS = 1_000_000
-OF_ALL = 0.05  # weight of all stretches beside the two around a pause: for kinds of calls that these do not hold
+OF_ALL = 0.05  # weight of all pieces beside those around a pause: for kinds of calls that these do not hold
+SLOWEST = 0.5  # where marks slow a thread more, what is seen is another program
+KEPT_NS = 20_000  # of calls as long none is lost
+DRAWS, COVERED = 400, 0.95
+TINY = 1e-12
 LINES = len(Line)
+DEVICE = np.array([Line.COMPUTING, *COPIES])
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,24 @@ class _Joint(NamedTuple):
     kinds: int  # of account
 
 
+class _Seen(NamedTuple):
+    """What stretches hold, cut into pieces of about LONGEST_NS, and what they stand for."""
+
+    start: Array  # of each piece, ns
+    end: Array
+    of: Array  # number of its stretch
+    shares: Array  # (pieces, the thread's lines * kinds)
+    weight: Array  # ns of pauses that each stands for
+    near: list[Array]  # pieces around each pause
+    thread: Array  # ns of pauses by line of the thread
+    gaps: list[tuple[int, int]]
+
+    @property
+    def stretches(self) -> int:
+        """How many stretches stand for pauses."""
+        return len(np.unique(self.of[self.weight > 0]))
+
+
 def fill(cut: Stretches, gpu: Activity, threads: Threads) -> Samples:
     """Gives pauses of the recorder the lines of the stretches around them, in place; `threads` cover the window."""
     if gpu.seen_from is None or gpu.seen_to is None or not len(gpu.paused_from) or not len(cut.line):
@@ -66,31 +94,24 @@ def fill(cut: Stretches, gpu: Activity, threads: Threads) -> Samples:
     begin, end = int(cut.edges[0]), int(cut.edges[-1])
     stretches = _stretches(gpu, begin, end)
     gaps = _gaps(stretches, gpu, begin, end)
-    hidden = sum(gap[1] - gap[0] for gap in gaps)
-    if not gaps or not hidden:
+    if not gaps:
         return Samples()
     table, number = np.unique(
         np.stack((cut.line, cut.caller, cut.detail)).astype(np.int64), axis=1, return_inverse=True
     )
-    joint = _joint(cut, number.ravel(), table.shape[1], _main_timeline(cut, gpu, threads, stretches))
-    before, after = (_weights(joint, stretches, side) for side in (-1, 1))
-    share = np.zeros(2 * len(stretches))  # of what is hidden, that each side of each stretch stands for
-    for start, stop, left, right in gaps:
-        sides = [2 * left + 1] * (left >= 0) + [2 * right] * (right >= 0)
-        share[sides] += (stop - start) / hidden / len(sides)
-    both = np.stack((before, after), axis=1).reshape(2 * len(stretches), -1)
-    error = _error(both.reshape(len(both), LINES, -1).sum(axis=1), share, table[0], hidden)
-    count = int((share.reshape(-1, 2).sum(axis=1) > 0).sum())
+    joint = _joint(cut, number.ravel(), table.shape[1], _timeline(cut, gpu, threads))
+    seen = _seen(joint, stretches, gaps)
+    calls = _calls(gpu, threads, seen)
+    error, speed = _error(seen, calls, np.eye(LINES)[table[0]])
     if error > MOST * (end - begin):
-        return Samples(count, 0, int(error))
-    mean = both.mean(axis=0)
+        return Samples(seen.stretches, 0, int(error))
+    mean = OF_ALL * seen.shares.mean(axis=0)
     pieces = []
-    for start, stop, left, right in gaps:
-        sides = [after[left]] * (left >= 0) + [before[right]] * (right >= 0)
-        weights = (np.mean(sides, axis=0) + OF_ALL * mean).reshape(LINES, -1)
-        pieces.append(_filled(joint, start, stop, weights))
+    for (start, stop), near in zip(gaps, seen.near, strict=True):
+        weights = (seen.shares[near].mean(axis=0) + mean).reshape(LINES, -1)
+        pieces.append(_filled(joint, start, stop, _at_speed(weights, table[0], speed)))
     _put(cut, table, np.concatenate([one[0] for one in pieces]), np.concatenate([one[1] for one in pieces]), gaps)
-    return Samples(count, cut.sum_ns(cut.sampled), int(error))
+    return Samples(seen.stretches, cut.sum_ns(cut.sampled), int(error))
 
 
 def _stretches(gpu: Activity, begin: int, end: int) -> list[tuple[int, int]]:
@@ -109,29 +130,25 @@ def _stretches(gpu: Activity, begin: int, end: int) -> list[tuple[int, int]]:
     return out
 
 
-def _gaps(stretches: list[tuple[int, int]], gpu: Activity, begin: int, end: int) -> list[tuple[int, int, int, int]]:
-    """Between stretches, where the recorder paused: begin, end, and the numbers of the stretches around; -1: none."""
+def _gaps(stretches: list[tuple[int, int]], gpu: Activity, begin: int, end: int) -> list[tuple[int, int]]:
+    """Between stretches, where the recorder paused."""
     if not stretches:
         return []
     ends = [begin, *(stop for _, stop in stretches)]
     begins = [*(start for start, _ in stretches), end]
     out = []
-    for number, (start, stop) in enumerate(zip(ends, begins, strict=True)):
+    for start, stop in zip(ends, begins, strict=True):
         at = int(np.searchsorted(gpu.paused_to, start, "right"))
         if stop > start and at < len(gpu.paused_from) and gpu.paused_from[at] < stop:
-            out.append((start, stop, number - 1, number if number < len(stretches) else -1))
+            out.append((start, stop))
     return out
 
 
-def _main_timeline(
-    cut: Stretches, gpu: Activity, threads: Threads, stretches: list[tuple[int, int]]
-) -> tuple[Array, Array]:
-    """Edges and lines of the thread that the GPU waited for most; one piece where its calls were not all kept."""
-    nothing = cut.edges[[0, -1]], np.zeros(1, dtype=np.uint8)
+def _timeline(cut: Stretches, gpu: Activity, threads: Threads) -> tuple[Array, Array]:
+    """Edges and lines of the thread that the GPU waited for most."""
     whose = np.concatenate((cut.caller[cut.caller != NOBODY], gpu.caller[gpu.caller != NOBODY]))
-    lost = any(threads.joined.recording.lost.get(one) for one in gpu.processes)
-    if lost or not len(whose) or not stretches:
-        return nothing
+    if not len(whose):
+        return cut.edges[[0, -1]], np.zeros(1, dtype=np.uint8)
     callers, counts = np.unique(whose, return_counts=True)
     timeline = threads.of(int(callers[np.argmax(counts)]))
     return timeline.edges, timeline.line
@@ -145,34 +162,112 @@ def _joint(cut: Stretches, number: Array, kinds: int, timeline: tuple[Array, Arr
     return _Joint(edges, account, timeline[1][of].astype(np.int64), kinds)
 
 
-def _weights(joint: _Joint, stretches: list[tuple[int, int]], side: int) -> Array:
-    """What each stretch holds near its beginning (-1) or its end: shares, (stretches, the thread's lines * kinds)."""
-    out = np.zeros((len(stretches), LINES * joint.kinds))
+def _seen(joint: _Joint, stretches: list[tuple[int, int]], gaps: list[tuple[int, int]]) -> _Seen:
+    """Stretches cut into pieces, and what each holds."""
+    begins, ends, of = [], [], []
     for row, (start, stop) in enumerate(stretches):
-        if side < 0:
-            stop = min(stop, start + LONGEST_NS)
-        else:
-            start = max(start, stop - LONGEST_NS)
-        first, last = np.searchsorted(joint.edges, start, "right") - 1, np.searchsorted(joint.edges, stop, "left")
+        edges = np.linspace(start, stop, max(1, (stop - start) // LONGEST_NS) + 1).astype(np.int64).tolist()
+        some = range(len(edges) - 1)
+        for at in some if len(some) <= 2 * NEAR else (*some[:NEAR], *some[-NEAR:]):
+            begins.append(edges[at])
+            ends.append(edges[at + 1])
+            of.append(row)
+    shares = np.zeros((len(of), LINES * joint.kinds))
+    for row, (start, stop) in enumerate(zip(begins, ends, strict=True)):
+        first, last = _within(joint, start, stop)
         x = (np.clip(joint.edges[first : last + 1], start, stop) - start) / (stop - start)
         weight = np.diff(x - np.sin(2 * np.pi * x) / (2 * np.pi))
-        np.add.at(out[row], joint.thread[first:last] * joint.kinds + joint.account[first:last], weight)
-    return out
+        np.add.at(shares[row], joint.thread[first:last] * joint.kinds + joint.account[first:last], weight)
+    near, weight, thread = [], np.zeros(len(of)), np.zeros(LINES)
+    for start, stop in gaps:
+        at = int(np.searchsorted(begins, start, "right"))
+        near.append(np.arange(max(at - NEAR, 0), min(at + NEAR, len(of))))
+        weight[near[-1]] += (stop - start) / len(near[-1])
+        first, last = _within(joint, start, stop)
+        np.add.at(thread, joint.thread[first:last], np.diff(np.clip(joint.edges[first : last + 1], start, stop)))
+    return _Seen(np.array(begins), np.array(ends), np.array(of), shares, weight, near, thread, gaps)
 
 
-def _error(shares: Array, weight: Array, line: Array, hidden: float) -> float:
-    """Twice the standard error of any line's mean, ns; `shares` of each side of each stretch, (sides, kinds)."""
-    used = np.flatnonzero(weight > 0)
-    if len(np.unique(used // 2)) < FEWEST:
-        return hidden
-    by_line = np.zeros((len(used), LINES))
-    for one in range(LINES):
-        by_line[:, one] = shares[used][:, line == one].sum(axis=1)
-    new = used[1:] // 2 != used[:-1] // 2  # two sides of one stretch are no two samples
-    squares = (by_line[1:] - by_line[:-1])[new] ** 2 / 2
-    of_stretch = np.bincount(used // 2, weight[used])
-    error: float = 2 * float(np.sqrt(squares.mean(axis=0).max() * (of_stretch**2).sum())) * hidden
-    return min(error, hidden)
+def _within(joint: _Joint, start: int, stop: int) -> tuple[int, int]:
+    """First and last of the pieces between these instants, the last left out."""
+    return int(np.searchsorted(joint.edges, start, "right")) - 1, int(np.searchsorted(joint.edges, stop, "left"))
+
+
+def _calls(gpu: Activity, threads: Threads, seen: _Seen) -> tuple[Array, float]:
+    """Calls a ns that are kept wherever they were made: in each piece, and in pauses.
+
+    A launch is kept only where it took long, which marks make it; where calls were lost, waits that took long are left.
+    """
+    joined = threads.joined
+    mine = ~joined.nested & np.isin(joined.process, gpu.processes)
+    if any(joined.recording.lost.get(one) for one in gpu.processes):
+        mine &= (joined.kind == CallKind.SYNC) & (joined.end - joined.start >= KEPT_NS)
+    else:
+        mine &= joined.kind != CallKind.LAUNCH
+    at = np.sort(joined.end[mine])
+
+    def count(start: Array, end: Array) -> Array:
+        many: Array = np.searchsorted(at, end) - np.searchsorted(at, start)
+        return many
+
+    gaps = np.array(seen.gaps).T
+    return count(seen.start, seen.end) / (seen.end - seen.start), float(
+        count(*gaps).sum() / np.diff(gaps, axis=0).sum()
+    )
+
+
+def _error(seen: _Seen, calls: tuple[Array, float], lines: Array) -> tuple[float, float]:
+    """How far any line is from the truth at most in COVERED of all cases, ns, and the program's speed in stretches."""
+    hidden = float(seen.thread.sum())
+    many = int(seen.of.max()) + 1
+    used = np.flatnonzero(np.bincount(seen.of, seen.weight, many) > 0)
+    if len(used) < FEWEST:
+        return hidden, 1.0
+
+    def by_stretch(values: Array) -> Array:
+        out = np.zeros((many, *values.shape[1:]))
+        np.add.at(out, seen.of, (values.T * seen.weight).T)
+        return out[used]
+
+    shares = by_stretch(seen.shares.reshape(len(seen.of), LINES, -1) @ lines)
+    weight, rate = by_stretch(np.ones(len(seen.of))), by_stretch(calls[0])
+
+    def speeds(times: Array) -> Array:
+        if not calls[1]:
+            return np.ones(len(times))
+        rates: Array = times @ rate / (times @ weight) / calls[1]
+        return np.minimum(rates, 1.0)
+
+    def told(times: Array, speed: float) -> Array:
+        mean = _at_speed(np.tensordot(times, shares, 1) / (times @ weight), np.arange(LINES), speed)
+        total = mean.sum(axis=1, keepdims=True)
+        by_kind = np.where(total > 0, mean / np.maximum(total, TINY), mean.sum(axis=0) / mean.sum())
+        lines: Array = seen.thread @ by_kind
+        return lines
+
+    draws = np.random.default_rng(0).multinomial(len(used), np.full(len(used), 1 / len(used)), DRAWS).astype(float)
+    by_draw = speeds(draws)
+    slow = np.quantile(by_draw, COVERED) < 1  # or else it may be chance
+    speed = float(speeds(np.ones((1, len(used))))[0]) if slow else 1.0
+    if speed < SLOWEST:
+        return hidden, speed
+    best = told(np.ones(len(used)), speed)
+    off = [float(np.abs(told(one, max(how, SLOWEST)) - best).max()) for one, how in zip(draws, by_draw, strict=True)]
+    # a few stretches differ less than all would
+    return min(float(np.quantile(off, COVERED)) * (len(used) + 1) / (len(used) - 1), hidden), speed
+
+
+def _at_speed(weights: Array, line: Array, speed: float) -> Array:
+    """What would have been seen of a program that is not slowed, of `weights` (the thread's lines, kinds).
+
+    Where its thread waits for the device marks slow nothing.
+    """
+    device, host = np.isin(line, DEVICE), ~np.isin(line, (*DEVICE, Line.NOT_KNOWN))
+    busy, idle = (weights[:, mask].sum(axis=1, keepdims=True) for mask in (device, host))
+    more = np.minimum(busy / speed - busy, idle)
+    more[(busy == 0).ravel()] = more[Line.WAITING_FOR_DEVICE] = 0
+    grown: Array = weights * (1 + more / np.maximum(busy, TINY) * device - more / np.maximum(idle, TINY) * host)
+    return grown
 
 
 def _filled(joint: _Joint, start: int, stop: int, weights: Array) -> tuple[Array, Array]:
@@ -199,7 +294,7 @@ def _filled(joint: _Joint, start: int, stop: int, weights: Array) -> tuple[Array
     return begin[in_time], number[in_time]
 
 
-def _put(cut: Stretches, table: Array, begin: Array, number: Array, gaps: list[tuple[int, int, int, int]]) -> None:
+def _put(cut: Stretches, table: Array, begin: Array, number: Array, gaps: list[tuple[int, int]]) -> None:
     """Writes the pieces of all pauses into the account."""
     inside = cut.cut(np.array([one[0] for one in gaps]), np.array([one[1] for one in gaps]))
     start = np.concatenate((cut.start[~inside], begin))

@@ -16,14 +16,34 @@ from kvprobe.recordings.run_marks import PAUSED, REASONS
 from kvprobe.reporting.account import account_lines
 
 US, MS = 1_000, 1_000_000
+WATCHED, WATCHED_EVERY = 12 * MS, 90 * MS
 SPENT = REASONS.index("the budget of marks was spent")
+
+
+def slowed(begin: float, ns: float, marks: float) -> int:
+    """When so much is done that takes `marks` times as long in the first `WATCHED` of each `WATCHED_EVERY`."""
+    while True:
+        inside = begin % WATCHED_EVERY < WATCHED
+        edge, times = (
+            begin // WATCHED_EVERY * WATCHED_EVERY + (WATCHED if inside else WATCHED_EVERY),
+            marks if inside else 1,
+        )
+        if begin + ns * times <= edge:
+            return int(begin + ns * times)
+        ns, begin = ns - (edge - begin) / times, edge
 
 
 class Program:
     """Steps: a load, a kernel behind it, the thread waits for both, and then works in Python."""
 
-    def __init__(self, seconds: float, seed: int, *, slower: float = 1.0, alike: float = 0.2) -> None:
-        """`slower`: so many times as long are loads in the second half; `alike`: how much a step's parts vary."""
+    def __init__(
+        self, seconds: float, seed: int, *, slower: float = 1.0, alike: float = 0.2, marks: float = 1.0
+    ) -> None:
+        """`slower`: so many times as long are loads in the second half; `alike`: how much a step's parts vary.
+
+        `marks`: so many times as long does Python take in stretches of `WATCHED`, as marks slow it there; the thread
+        works in Python for all of a step then, and finds the kernel done.
+        """
         chance, at = random.Random(seed), 0
         self.calls: list[tuple[int, int, int]] = []
         self.spans: list[tuple[int, int, int]] = []
@@ -33,7 +53,11 @@ class Program:
             load, kernel, python = (int(ms * MS * chance.uniform(1 - alike, 1 + alike)) for ms in (0.6, 1.5, 0.9))
             load = int(load * (slower if at > end // 2 else 1))
             self.steps.append(at)
-            self.calls += [(at, at + 3 * US, CallKind.COPY), (at + 8 * US, at + 10 * US + load + kernel, CallKind.SYNC)]
+            waits, over = at + 8 * US, at + 10 * US + load + kernel
+            if marks > 1:
+                waits = slowed(at, load + kernel + python, marks)
+                over, python = waits + 5 * US, waits - at - load - kernel
+            self.calls += [(at, at + 3 * US, CallKind.COPY), (waits, over, CallKind.SYNC)]
             self.spans += [(at + 3 * US, at + 3 * US + load, Engine.COPY)]
             self.spans += [(at + 4 * US + load, at + 4 * US + load + kernel, Engine.KERNEL)]
             at += 10 * US + load + kernel + python
@@ -146,6 +170,14 @@ def test_a_pause_is_filled_by_what_its_thread_did_then() -> None:
     computing = cut.sampled & (cut.line == Line.COMPUTING)
     assert python.any() and not (python & in_a_wait).any()
     assert cut.sum_ns(computing & in_a_wait) > 0.98 * cut.sum_ns(computing)
+
+
+def test_what_marks_slow_is_told_as_it_is_without_them() -> None:
+    """Python takes half as long again where marks are: without them the GPU computes for more of the time."""
+    program, truth = Program(2.4, 2, marks=1.5), Program(2.4, 2, marks=1.001).account()
+    gpu = program.account([(at, at + WATCHED) for at in range(0, program.end - WATCHED, WATCHED_EVERY)])
+    for line, share in shares(truth).items():
+        assert shares(gpu)[line] == pytest.approx(share, abs=gpu.samples.error_ns / gpu.window_ns + 0.01), line
 
 
 def unknown(gpu: GpuAccount) -> float:

@@ -6,18 +6,17 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvprobe.probe.ring import COVERAGE, SPAN, read_ring
+from kvprobe.probe.ring import SPAN, read_ring
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.kvprobe_run import read
 from kvprobe.recordings.model import Engine, Recording
 from kvprobe.recordings.occupancy import StreamOccupancy, occupancy
-from kvprobe.recordings.run_marks import PAUSED, REASONS
+from kvprobe.recordings.run_marks import PAUSED
 
 CORPUS = Path(__file__).resolve().parents[1] / "corpus"
 STEP = f"""
@@ -26,7 +25,6 @@ sys.path.insert(0, {str(CORPUS)!r})
 from device import Device
 d = Device(streams=1, events=8)
 """
-SPENT = REASONS.index("the budget of marks was spent")
 NEAR_NS = 12_000  # the way to the device, and what a mark takes
 
 
@@ -40,12 +38,6 @@ def recorded(libraries: Path, folder: Path, body: str, before: str = "", **more:
     }
     subprocess.run([sys.executable, "-c", before + STEP + body], env=env, check=True)
     return read(folder)
-
-
-def pauses(ring: Path) -> int:
-    """How often marks cost too much, as far as the ring of a process that runs tells."""
-    told = read_ring(ring).marks()
-    return int(((told["call"] == COVERAGE) & (told["result"] == SPENT)).sum())
 
 
 def busy(recording: Recording, engine: Engine, at_least: int = 0) -> list[int]:
@@ -385,31 +377,29 @@ def test_a_run_that_nobody_goes_on_with_ends_when_it_ends(
 
 
 def test_a_stretch_has_a_length_of_time_whatever_its_marks_cost(libraries: Path, tmp_path: Path) -> None:
-    """Short kernels, of which each has a mark, for some milliseconds, and then nothing: both are seen as often."""
+    """Kernels and copies by turns, each with a mark: what those cost is spent long before a stretch is long enough.
+
+    In simulated time nobody looks in a pause but where a stream ends: there a stretch begins.
+    """
     body = """
-import os, time
-streams = [d.stream() for _ in range(8)]
-while not os.path.exists(os.environ["KVPROBE_RUN"] + "/enough"):
-    for i in range(2_000):
-        d.launch(2_000, streams[i % 8])
-    d.synchronize()
-    time.sleep(0.003)
+import ctypes as ct
+now = d.lib.kvhostNow
+now.restype = ct.c_uint64
+others = [d.stream() for _ in range(6)]
+for other in others:
+    d.launch(500, other)
+for ends in (None, *others):
+    if ends is not None:
+        d.check(d.lib.kvhostAdvance(ct.c_uint64(now() + 700_000_000)))
+        d.check(d.lib.cudaStreamDestroy(ct.c_void_p(ends)))
+    for _ in range(180 if ends else 500):
+        for _ in range(20):
+            d.launch(500)
+            d.copy(d.device, d.host, 256, 1, d.compute)
+        d.sync(d.compute)
 """
-    over = threading.Event()
-
-    def watch() -> None:
-        while not over.wait(0.2):
-            if sum(pauses(path) for path in tmp_path.glob("*.kvp")) > 4:
-                (tmp_path / "enough").touch()
-
-    watching = threading.Thread(target=watch)
-    watching.start()
-    try:
-        seen = recorded(libraries, tmp_path, body, KVHOST_CLOCK="real").coverage
-    finally:
-        over.set()
-        watching.join()
+    seen = recorded(libraries, tmp_path, body).coverage
     paused = seen["stopped"] == PAUSED
     begins, ends = np.sort(seen["start_ns"][paused]), np.sort(seen["end_ns"][paused])
-    assert len(begins) > 2
-    assert (begins[1:] - ends[:-1]).min() >= 5_000_000
+    lasted = begins[1:] - ends[:-1]
+    assert len(lasted) > 2 and lasted.min() >= 5_000_000
