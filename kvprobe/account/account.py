@@ -16,6 +16,7 @@ import numpy as np
 from kvprobe.account.activity import Activity, activities
 from kvprobe.account.gpu import BEGINS_NS, LinkRate, links_of, stretches_of
 from kvprobe.account.lines import COPIES, HOST, OPEN, Line, Unknown
+from kvprobe.account.samples import Samples, fill
 from kvprobe.account.stretches import NOBODY, Stretches, overlay
 from kvprobe.account.threads import Threads
 from kvprobe.output.parts import AccountJson, GpuJson, ThreadJson
@@ -43,6 +44,7 @@ class GpuAccount:
         kernels: how many of them compute, graphs in one piece among them.
         links: the rates that its copies are compared with, to the GPU and from it; 0 where it made none.
         link_busy_ns: how long copies ran in the window, to the GPU and from it.
+        samples: what is known by stretches in which the GPU was seen, where it was not.
         behind: where operations began that stood behind a host function in their stream, ascending, and the row of the
             call that put it there (`host_functions.UNNAMED` where that was not kept). An idle stretch in front of one
             is nobody's doing (`Stretches.caller`), and in the line of other code.
@@ -59,6 +61,7 @@ class GpuAccount:
     kernels: int
     links: tuple[LinkRate, LinkRate] = (LinkRate(), LinkRate())
     link_busy_ns: tuple[int, int] = (0, 0)
+    samples: Samples = field(default_factory=Samples)
     behind: tuple[Array, Array] = field(default_factory=lambda: (np.zeros(0, np.int64), np.zeros(0, np.int64)))
 
     @property
@@ -159,6 +162,8 @@ class GpuAccount:
             "waiting_for_host_ns": {line.key: self.ns(line) for line in HOST},
             "nothing_to_do_ns": self.ns(Line.NOTHING_TO_DO),
             "not_known_ns": {reason.key: ns for reason, ns in self.unknown_ns().items()},
+            "by_samples_ns": self.samples.ns,
+            "by_samples_error_ns": self.samples.error_ns if self.samples.ns else 0,
         }
 
 
@@ -366,6 +371,7 @@ def account_of(joined: Joined) -> Account:
     for gpu in activities(joined):
         begin = _begin(joined, gpu)
         stretches = stretches_of(joined, gpu, threads, begin, max(serving.end_ns, begin))
+        samples = fill(stretches, gpu, threads)
         inside = (gpu.end > begin) & (gpu.start < serving.end_ns)
         gpus.append(
             GpuAccount(
@@ -379,7 +385,8 @@ def account_of(joined: Joined) -> Account:
                 int(inside.sum()),
                 int((inside & ~gpu.copying).sum()),
                 links_of(joined, gpu),
-                _link_busy(gpu, begin, max(serving.end_ns, begin)),
+                _link_busy(gpu, begin, max(serving.end_ns, begin), samples),
+                samples,
                 _behind(gpu),
             )
         )
@@ -391,11 +398,12 @@ def _behind(gpu: Activity) -> tuple[Array, Array]:
     return gpu.start[rows], gpu.behind[rows]
 
 
-def _link_busy(gpu: Activity, begin: int, end: int) -> tuple[int, int]:
-    """How long copies of each direction ran between these instants, ns."""
+def _link_busy(gpu: Activity, begin: int, end: int, samples: Samples) -> tuple[int, int]:
+    """How long copies of each direction ran between these instants, ns; where nobody looked, for as much of it."""
     both = (gpu.copying & (gpu.direction == one) for one in (Direction.H2D, Direction.D2H))
     there, back = (Cover(*(np.clip(time[one], begin, end) for time in (gpu.start, gpu.end))).total_ns for one in both)
-    return there, back
+    times = (end - begin) / max(end - begin - samples.ns, 1)
+    return round(there * times), round(back * times)
 
 
 def _begin(joined: Joined, gpu: Activity) -> int:

@@ -15,6 +15,7 @@ from kvprobe.recordings.intervals import Cover, distinct, union
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.link_rate import PCIE_5
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Direction, Engine, Memory
+from kvprobe.recordings.run_marks import PAUSED
 
 __all__ = ["COPY_KERNELS", "Activity", "activities"]
 
@@ -63,6 +64,7 @@ class Activity:
         behind: the call that put a host function into its stream, between it and what stood before it there; a row of
             the calls, NOBODY where there is none, UNNAMED where the call was not kept.
         seen_from, seen_to: disjoint, ascending intervals in which all of its operations are known; None: at all times.
+        paused_from, paused_to: the same, in which its recorder did not look, as that would have cost too much.
     """
 
     device: int
@@ -79,6 +81,8 @@ class Activity:
     behind: Array = field(default_factory=_nothing)
     seen_from: Array | None = None
     seen_to: Array | None = None
+    paused_from: Array = field(default_factory=_nothing)
+    paused_to: Array = field(default_factory=_nothing)
 
 
 def activities(joined: Joined) -> Iterator[Activity]:
@@ -162,6 +166,8 @@ def _of_spans(joined: Joined) -> Iterator[Activity]:
         rows = rows[among(spans["engine"][rows], (Engine.KERNEL, Engine.COPY, Engine.MEMSET, Engine.OTHER))]
         rows = rows[np.argsort(begun[rows], kind="stable")]
         covered = mine[mine >= spans.rows] - spans.rows
+        paused = covered[coverage["stopped"][covered] == PAUSED] if len(processes) == 1 else covered[:0]
+        paused_from, paused_to = union(coverage["start_ns"][paused], coverage["end_ns"][paused])
         covered = covered[coverage["reason"][covered] == 0]
         seen_from, seen_to = union(coverage["start_ns"][covered], coverage["end_ns"][covered])
         yield Activity(
@@ -179,6 +185,8 @@ def _of_spans(joined: Joined) -> Iterator[Activity]:
             of_spans(joined, rows),
             seen_from,
             seen_to,
+            paused_from,
+            paused_to,
         )
 
 

@@ -195,12 +195,12 @@ def _last_caller(gpu: Activity, end: int) -> int:
 
 
 def _uncovered(out: Stretches, gpu: Activity) -> Stretches:
-    """What nobody looked at is not known, whatever was seen beside it."""
+    """What nobody looked at is not known, whatever was seen beside it; but a kernel that was seen computes."""
     if gpu.seen_from is None or gpu.seen_to is None:
         return out
     seen = out.cut(gpu.seen_from, gpu.seen_to)
     reason = Unknown.NOT_COVERED if len(gpu.seen_from) else Unknown.NOT_RECORDED
-    hidden = ~seen
+    hidden = ~seen & (out.line != Line.COMPUTING)
     out.line[hidden], out.caller[hidden] = Line.NOT_KNOWN, NOBODY
     out.detail[hidden] = reason
     return Stretches.of(out.edges, out.line, out.caller, out.detail)

@@ -26,6 +26,7 @@ class Stretches:
         caller: whose doing it is, as `Joined.caller`; NOBODY where that is nobody's, int32.
         detail: of what is not known the reason (`lines.Unknown`), int8; -1 elsewhere.
         cause: the number of the cause that explains it, int16; NOBODY where none does.
+        sampled: what the GPU did was not seen there, but before and after (`samples`), bool.
     """
 
     edges: Array
@@ -33,15 +34,18 @@ class Stretches:
     caller: Array
     detail: Array
     cause: Array
+    sampled: Array
 
     @classmethod
-    def of(cls, edges: Array, line: Array, caller: Array, detail: Array) -> Stretches:
+    def of(cls, edges: Array, line: Array, caller: Array, detail: Array, sampled: Array | None = None) -> Stretches:
         """Neighbours that are alike become one; nothing is explained yet."""
         keep = edges[1:] > edges[:-1]
         line, caller, detail = line[keep], caller[keep], detail[keep]
+        sampled = np.zeros(len(line), dtype=bool) if sampled is None else sampled[keep]
         begins = edges[:-1][keep]
         new = np.ones(len(line), dtype=bool)
         new[1:] = (line[1:] != line[:-1]) | (caller[1:] != caller[:-1]) | (detail[1:] != detail[:-1])
+        new[1:] |= sampled[1:] != sampled[:-1]
         first = np.flatnonzero(new)
         ends = np.append(begins[first], edges[-1:])
         cause = np.full(len(first), NOBODY, dtype=np.int16)
@@ -51,6 +55,7 @@ class Stretches:
             caller[first].astype(np.int32),
             detail[first].astype(np.int8),
             cause,
+            sampled[first],
         )
 
     @property
@@ -91,7 +96,7 @@ class Stretches:
         fresh[1:] &= knots[1:] != knots[:-1]
         if fresh.any():
             place = at[fresh]
-            for name in ("line", "caller", "detail", "cause"):
+            for name in ("line", "caller", "detail", "cause", "sampled"):
                 column = getattr(self, name)
                 setattr(self, name, np.insert(column, place, column[place - 1]))
             self.edges = np.insert(self.edges, place, knots[fresh])

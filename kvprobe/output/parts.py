@@ -41,6 +41,8 @@ class GpuJson(TypedDict):
     """Where one GPU's time went: the lines add up to window_ns. from_ns and to_ns are on the recorder's own clock.
 
     waiting_for_copies_ns, waiting_for_host_ns: by line; not_known_ns: by reason. More lines may come.
+    by_samples_ns: of all lines, what was not seen and is told by stretches before and after; by_samples_error_ns: how
+    far a line may be from the truth for that.
     """
 
     gpu: int
@@ -54,6 +56,8 @@ class GpuJson(TypedDict):
     waiting_for_host_ns: dict[str, int]
     nothing_to_do_ns: int
     not_known_ns: dict[str, int]
+    by_samples_ns: int
+    by_samples_error_ns: int
 
 
 class ThreadJson(TypedDict):

@@ -139,7 +139,7 @@ def held_at(marked: MarkedDepth, excess: Array, long: Array, depths: tuple[float
 def _holes(recording: Recording, process: int) -> Array:
     """Ends of the intervals in which a process marked nothing, ascending, ns; (holes, 2) begin and end."""
     table = recording.coverage
-    mine = np.flatnonzero((table["process"] == process) & (table["stopped"] == 1))
+    mine = np.flatnonzero((table["process"] == process) & (table["stopped"] > 0))
     mine = mine[np.argsort(table["start_ns"][mine], kind="stable")]
     return np.stack((table["start_ns"][mine], table["end_ns"][mine]), axis=1)
 

@@ -113,7 +113,7 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "process": "int32",
         "device": "int32",
         "reason": "name",
-        "stopped": "uint8",  # 1: nothing was marked there
+        "stopped": "uint8",  # 1: nothing was marked there; 2: as it would have cost too much
     },
     # Timing events that ended a span: how far their stream's queue had been filled and emptied.
     "marks": {

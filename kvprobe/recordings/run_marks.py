@@ -11,7 +11,7 @@ from kvprobe.recordings.model import Array, CallKind, Direction, Engine, Recordi
 from kvprobe.recordings.run_events import RingRecords, known_codes
 from kvprobe.recordings.vocabulary import Names
 
-__all__ = ["bytes_of_copies", "marks"]
+__all__ = ["PAUSED", "bytes_of_copies", "marks"]
 
 # enum mark_kind of marks.h -> what runs; 0: several things, which cannot be told apart
 ENGINES = np.array(
@@ -41,13 +41,19 @@ REASONS = (
     "work was submitted that no timing event followed",
     "several kinds of work that could not be told apart",
 )
-STOPPED = np.array([0, 1, 1, 1, 1, 0, 1, 0, 0], dtype=np.uint8)  # by reason: nothing was marked meanwhile
+PAUSED = 2  # of `stopped`: a pause that ends when enough is saved up, whatever the program does then
+STOPPED = np.array([0, PAUSED, 1, 1, 1, 0, 1, 0, 0], dtype=np.uint8)  # by reason: nothing was marked meanwhile
 MOST_PIECES = 256
 MOST_ROWS = 400_000
 # Between two of a run the device does nothing for so long: seen by CUPTI on an H200, of 3,800 kernels and 8,500 copies.
 GAPS_NS = np.array([0, 1_000, 1_300, 1_300, 1_300, 1_000, 0, 0, 0], dtype=np.int64)
 # A mark is reached so long after what stands in front of it: 2,000 copies with a wait each, on the same device.
 MARK_NS = 2_300
+UNSEEN = 5
+# A run whose mark is reached so soon has kept pace with its host: little of it was left to do. A clock that was placed
+# before a pause may have drifted since: beside that, a part of the run's length.
+PACE_NS, PACE = 10_000, 0.25
+FEWEST = 4  # copies one by one that tell how long one of theirs takes
 LEAST = 0.02  # of a span without work that makes it worth while to cut the span
 
 
@@ -68,7 +74,9 @@ def marks(recording: Recording, told: RingRecords, names: Names) -> None:
     spans = np.flatnonzero(is_span & ~mixed & (end > start))
     seen = records[spans].copy()
     seen["bytes"] = bytes_of_copies(recording, seen, process[spans], told.stream[spans])
-    recording.tables["spans"] = _spans(seen, start[spans], process[spans], device[spans], told.stream[spans])
+    alone = _alone(seen, process[spans])
+    recording.tables["spans"] = _spans(seen, start[spans], process[spans], device[spans], told.stream[spans], alone)
+    end = _ended(records, start, end, process, spans, alone)
     says = np.flatnonzero(((records["call"] == COVERAGE) | mixed) & (end > start))
     recording.tables["coverage"] = _coverage(
         start[says],
@@ -130,13 +138,64 @@ def _queue_marks(records: Array, start: Array, process: Array, stream: Array) ->
     )
 
 
-def _spans(records: Array, start: Array, process: Array, device: Array, stream: Array) -> Table:
-    """One row a span; where the device was seen to be ahead of the host, its submissions are spread over the span."""
+def _alone(records: Array, process: Array) -> Array:
+    """How long a copy of each span would take by itself, by those that were seen one by one, ns (spans,); -1: unknown.
+
+    It is told by those of the same direction and size, or else of the next larger one.
+    """
+    out = np.full(len(records), -1, dtype=np.int64)
+    kind, count = records["result"], np.maximum(records["count"].astype(np.int64), 1)
+    each = records["bytes"].astype(np.int64) // count
+    lone = (count == 1) & (records["tid"] <= PACE_NS)
+    copies = among(ENGINES[np.minimum(kind, len(ENGINES) - 1)], (Engine.COPY, Engine.MEMSET))
+    for owner, one in np.unique(np.stack((process[copies], kind[copies])), axis=1).T.tolist():
+        mine = np.flatnonzero((process == owner) & (kind == one))
+        size, which, many = np.unique(each[mine[lone[mine]]], return_inverse=True, return_counts=True)
+        length = records["dur_ns"][mine[lone[mine]]].astype(np.int64)
+        took = [np.quantile(length[which == k], 0.25) for k in np.flatnonzero(many >= FEWEST)]  # some marks are late
+        size = size[many >= FEWEST]
+        at = np.searchsorted(size, each[mine])
+        known = at < len(size)
+        out[mine[known]] = np.array(took)[at[known]]
+    return out
+
+
+def _ended(records: Array, start: Array, end: Array, process: Array, spans: Array, alone: Array) -> Array:
+    """Ends of records; where a run's end was not seen, what is missing ends when the run was over at the latest.
+
+    Behind a wait nothing of its stream runs. Copies are over when all of them could have been done one by one.
+    """
+    out: Array = end.copy()
+    count = np.maximum(records["count"].astype(np.int64), 1)
+    each = np.full(len(records), -1, dtype=np.int64)
+    each[spans] = np.where(np.isin(records["result"][spans], WAITS), 0, alone)
+    holes = np.flatnonzero((records["call"] == COVERAGE) & (records["result"] == UNSEEN))
+    order = spans[np.argsort(end[spans], kind="stable")]
+    first = np.searchsorted(end[order], start[holes], "left")
+    last = np.searchsorted(end[order], start[holes], "right")
+    told = last - first == 1
+    holes, run = holes[told], order[first[told]]
+    known = (each[run] >= 0) & (process[run] == process[holes])
+    holes, run = holes[known], run[known]
+    over = np.maximum(start[run] + count[run] * each[run], start[holes] + each[run])
+    over[each[run] == 0] = start[holes[each[run] == 0]]
+    out[holes] = np.minimum(end[holes], over)
+    return out
+
+
+def _spans(records: Array, start: Array, process: Array, device: Array, stream: Array, alone: Array) -> Table:
+    """One row a span; where the device was seen to be ahead of the host, its submissions are spread over the span.
+
+    A run of copies in a stream that keeps pace has been busy for no longer than its copies take one by one (`alone`);
+    nor has one that takes as little as a mark may be late.
+    """
     length = records["dur_ns"].astype(np.int64)
     count = np.maximum(records["count"].astype(np.int64), 1)
     kind = np.minimum(records["result"], len(ENGINES) - 1)
     between = np.minimum((count - 1) * GAPS_NS[kind], length // 2)
     busy = np.minimum(records["dst"].astype(np.int64), length - between)
+    paced = np.where(count > 1, records["tid"] <= PACE_NS + PACE * length, alone <= PACE_NS)
+    busy = np.where(paced & (alone > 0), np.minimum(busy, count * alone), busy)
     waits = np.isin(kind, WAITS)
     fed = busy < length - between  # by the host, one by one: each was as long as the one that a mark followed
     late = np.where(fed, MARK_NS * count, MARK_NS)

@@ -36,7 +36,7 @@ def _lines(gpu: GpuAccount) -> Iterator[tuple[str, int, float]]:
     """Title, ns and share of each line that has any time, what is not known by its reasons."""
     for line in _ORDER[:-1]:
         if ns := gpu.ns(line):
-            yield LINE_TITLES[line] + _link(gpu, line), ns, ns / gpu.window_ns
+            yield LINE_TITLES[line] + _link(gpu, line) + _sampled(gpu, line), ns, ns / gpu.window_ns
     for reason, ns in gpu.unknown_ns().items():
         yield f"not known: {reason.text}", ns, ns / gpu.window_ns
 
@@ -52,6 +52,16 @@ def _link(gpu: GpuAccount, line: Line) -> str:
         said = (f"{way} {'assumed to carry ' if one.assumed else ''}{rate(one.bytes_per_s)}" for way, one in ways)
         return f" ({'; '.join(said)})"
     return f" ({rate(most.bytes_per_s)}{', assumed' if most.assumed else ''})"
+
+
+def _sampled(gpu: GpuAccount, line: Line) -> str:
+    """How much of a line is known by samples alone, and how far it may be off."""
+    cut = gpu.stretches
+    ns = cut.sum_ns(cut.sampled & (cut.line == line))
+    if ns < SHOWN * gpu.window_ns or not ns:
+        return ""
+    error = percent(gpu.samples.error_ns / gpu.window_ns)
+    return f" ({percent(ns / gpu.window_ns)} by {gpu.samples.count} samples, ± {error})"
 
 
 def account_lines(account: Account) -> list[str]:

@@ -16,6 +16,7 @@ from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.kvprobe_run import read
 from kvprobe.recordings.model import Engine, Recording
 from kvprobe.recordings.occupancy import StreamOccupancy, occupancy
+from kvprobe.recordings.run_marks import PAUSED
 
 CORPUS = Path(__file__).resolve().parents[1] / "corpus"
 STEP = f"""
@@ -238,8 +239,41 @@ d.lib.cudaStreamDestroy(ct.c_void_p(d.copies[0]))
 assert d.lib.cudaGetLastError() != 0
 """
     recording = recorded(libraries, tmp_path, body)
-    reasons = {recording.text(int(one)) for one in recording.coverage["reason"]}
-    assert "a graph was being captured" in reasons
+    kernels = recording.spans["engine"] == Engine.KERNEL
+    assert int(recording.spans["count"][kernels].sum()) < 50  # what was captured did not run
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside"])
+def test_a_capture_hides_nothing_where_all_that_is_submitted_goes_into_it(
+    libraries: Path, tmp_path: Path, beside: bool
+) -> None:
+    """A graph captured anew for each batch: the GPU stands idle meanwhile, unless another stream is given something."""
+    body = f"""
+import ctypes as ct
+graph, begin = ct.c_void_p(), d.lib.kvhostNow
+begin.restype = ct.c_uint64
+print(begin())
+for batch in range(20):
+    d.launch(700_000)
+    if batch % 4:
+        d.sync(d.compute)
+    assert d.lib.cudaStreamBeginCapture(ct.c_void_p(d.copies[0]), 0) == 0
+    for _ in range(40):
+        d.launch(1_000, d.copies[0])
+    d.check(d.lib.kvhostAdvance(ct.c_uint64(begin() + 1_000_000)))
+    if {beside}:
+        d.launch(50_000)
+    assert d.lib.cudaStreamEndCapture(ct.c_void_p(d.copies[0]), ct.byref(graph)) == 0
+d.synchronize()
+print(begin())
+"""
+    recording = recorded(libraries, tmp_path, body)
+    seen = recording.coverage
+    reasons = {recording.text(int(one)) for one in seen["reason"]}
+    assert ("a graph was being captured" in reasons) == beside
+    computed = busy(recording, Engine.KERNEL, 600_000)
+    if not beside:
+        assert computed == pytest.approx([700_000] * 20, abs=NEAR_NS)
 
 
 @pytest.mark.parametrize("call", ["cuEventRecord", "cuEventQuery", "cuEventElapsedTime"])
@@ -340,3 +374,32 @@ def test_a_run_that_nobody_goes_on_with_ends_when_it_ends(
     whole = Cover(seen["start_ns"][seen["reason"] == 0], seen["end_ns"][seen["reason"] == 0])
     known = whole.within(spans["start_ns"][second], spans["end_ns"][second])
     assert known[0] == pytest.approx(60_000_000, rel=0.02)
+
+
+def test_a_stretch_has_a_length_of_time_whatever_its_marks_cost(libraries: Path, tmp_path: Path) -> None:
+    """Kernels and copies by turns, each with a mark: what those cost is spent long before a stretch is long enough.
+
+    In simulated time nobody looks in a pause but where a stream ends: there a stretch begins.
+    """
+    body = """
+import ctypes as ct
+now = d.lib.kvhostNow
+now.restype = ct.c_uint64
+others = [d.stream() for _ in range(6)]
+for other in others:
+    d.launch(500, other)
+for ends in (None, *others):
+    if ends is not None:
+        d.check(d.lib.kvhostAdvance(ct.c_uint64(now() + 700_000_000)))
+        d.check(d.lib.cudaStreamDestroy(ct.c_void_p(ends)))
+    for _ in range(180 if ends else 500):
+        for _ in range(20):
+            d.launch(500)
+            d.copy(d.device, d.host, 256, 1, d.compute)
+        d.sync(d.compute)
+"""
+    seen = recorded(libraries, tmp_path, body).coverage
+    paused = seen["stopped"] == PAUSED
+    begins, ends = np.sort(seen["start_ns"][paused]), np.sort(seen["end_ns"][paused])
+    lasted = begins[1:] - ends[:-1]
+    assert len(lasted) > 2 and lasted.min() >= 5_000_000

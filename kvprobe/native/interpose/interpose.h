@@ -156,9 +156,11 @@ void kvp_mark_after(const kvp_record *record);
 void kvp_mark_event(uint64_t stream); /* the program records one: it takes a slot */
 void kvp_marks_stream_ends(uint64_t stream);
 void kvp_marks_context_ends(void);
-void kvp_marks_hold(void); /* until kvp_marks_go_on nothing is marked: a capture is about to begin */
+void kvp_marks_hold(int captures); /* until kvp_marks_go_on nothing is marked; 1: a capture is about to begin */
 void kvp_marks_go_on(void);
-void kvp_marks_nothing_holds(void); /* behind the end of a capture */
+void kvp_marks_capture_ends(void);
+void kvp_mark_beside(const kvp_record *record); /* of a call that begins while something is captured */
+void kvp_marks_nothing_holds(void);             /* behind the end of a capture */
 
 /* graphs.c: what a graph that is captured holds. `holds`: of a call that went into some capture, or not; `more`:
  * something that is not followed. */

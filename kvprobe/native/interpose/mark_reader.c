@@ -30,6 +30,7 @@
     1500e6                   /* from here on a float of milliseconds is too coarse: another mark becomes the reference \
                               */
 #define OF_A_SECOND_NS 2.5e6 /* what marks may cost of each */
+#define LATER_NS 15e6        /* beside that, until MARK_LATER_NS is spent */
 #define OF_AN_AGE_NS 12e6    /* between an age of the process and twice that: what a ring can hold of hours */
 #define BLOCKED_NS 200000u
 #define FIRST_NS 1e12   /* the first mark that is read, on the device's clock: another stream's may be older */
@@ -48,7 +49,9 @@ static _Atomic uint64_t paused_ns; /* 0: marking goes on */
 static _Atomic int why_paused;
 static uint64_t born_ns, refilled_ns;
 static _Atomic uint32_t resumed;
-static double saved;
+static double saved, later_ns = MARK_LATER_NS;
+static uint64_t resumed_ns, whole_ns; /* when this stretch began, and was known of all streams; 0: not yet */
+static _Atomic int beside;            /* 1: something went past marks while a stream was captured */
 /* ---- the pool ------------------------------------------------------------------------------------------------ */
 
 void kvp_mark_pool(struct mark_context *c, int more) {
@@ -249,9 +252,15 @@ static void refill(uint64_t now) {
     if (!refilled_ns) refilled_ns = now;
     double age = (double)(now - born_ns) / 1e9, rate = age > 1 ? OF_AN_AGE_NS / age : OF_A_SECOND_NS;
     if (rate > OF_A_SECOND_NS) rate = OF_A_SECOND_NS;
+    int64_t have = atomic_load(&kvp_mark_left_ns);
     if (age > 1) saved += rate * (double)(now - refilled_ns) / 1e9;
+    if (have < MARK_CREDIT_NS && later_ns > 0) {
+        double more = LATER_NS * (double)(now - refilled_ns) / 1e9;
+        saved += more;
+        later_ns -= more;
+    }
     refilled_ns = now;
-    int64_t whole = (int64_t)saved, have = atomic_load(&kvp_mark_left_ns);
+    int64_t whole = (int64_t)saved;
     saved -= (double)whole;
     if (have + whole > MARK_CREDIT_NS)
         whole = have < MARK_CREDIT_NS ? MARK_CREDIT_NS - have : 0; /* the first one stays */
@@ -267,6 +276,8 @@ void kvp_mark_missed(void) { resumed++; }
 
 static void resume(uint64_t now) {
     resumed++;
+    resumed_ns = now;
+    whole_ns = 0;
     for (int i = 0; i < MARK_STREAMS; i++) {
         struct mark_stream *s = &kvp_mark_streams[i];
         if (!atomic_load(&s->key) || !kvp_mark_try(s)) continue;
@@ -282,6 +293,14 @@ static void resume(uint64_t now) {
     }
     atomic_store(&paused_ns, 0);
     atomic_store(&kvp_watch.marks, 1);
+}
+
+/* Whether this stretch can stand for the time around it. What stood in the streams before it often ends where a step of
+ * the program ends: a stretch that holds some of what that took is not always the same part of a step. */
+static int is_long_enough(uint64_t now) {
+    if (!whole_ns) return 0;
+    uint64_t least = 5 * (whole_ns - (resumed_ns ? resumed_ns : whole_ns)) / 2;
+    return now - whole_ns >= (least > MARK_STRETCH_NS ? least : MARK_STRETCH_NS);
 }
 
 /* ---- a look at everything ------------------------------------------------------------------------------------ */
@@ -356,6 +375,7 @@ static void look(int number, uint64_t now, int reads, int closing) {
     }
     if (was != c->handle) kvp_mark_driver.cuCtxSetCurrent(was);
     if (c->written_ns < c->from_ns) c->written_ns = c->from_ns;
+    if (to > c->from_ns && !paused_ns && !whole_ns) whole_ns = now;
     int over = paused_ns && to >= paused_ns;
     if (to > c->written_ns &&
         (closing || over || to - c->written_ns > (now - born_ns < 10 * SECOND ? SECOND / 10 : SECOND))) {
@@ -371,8 +391,9 @@ void kvp_mark_step(int closing) {
     int reads = ++ticks % READ_TICKS == 0 || closing || paused_ns || kvp_mark_synchronous;
     for (int i = 0; i < atomic_load(&kvp_mark_context_count); i++) look(i, now, reads, closing);
     refill(now);
+    if (!paused_ns && atomic_load(&kvp_mark_left_ns) <= 0 && is_long_enough(now)) kvp_mark_pause(REASON_BUDGET);
     if (paused_ns && !stopping && !closing && !kvp_watch.captures && !held && kvp_watch.on &&
-        atomic_load(&why_paused) != REASON_ERROR && atomic_load(&kvp_mark_left_ns) >= MARK_STRETCH_NS &&
+        atomic_load(&why_paused) != REASON_ERROR && atomic_load(&kvp_mark_left_ns) >= MARK_SAVED_NS &&
         now - paused_ns > 2 * TICK_NS)
         resume(now);
     pthread_mutex_unlock(&reading);
@@ -464,8 +485,13 @@ void kvp_marks_await_reader(void) {
 }
 
 /* The helper may be recording just now: it is waited for, until it has seen that. */
-void kvp_marks_hold(void) {
+void kvp_marks_hold(int captures) {
+    if (atomic_load(&kvp_watch.marks) && !kvp_watch.captures) {
+        kvp_mark_end_all(); /* a run's end is not seen later */
+        atomic_store(&beside, 0);
+    }
     atomic_fetch_add(&held, 1);
+    atomic_fetch_add(&kvp_watch.captures, captures); /* whoever finds marks paused finds this, too */
     kvp_mark_pause(REASON_CAPTURE);
     kvp_marks_await_reader();
 }
@@ -473,6 +499,23 @@ void kvp_marks_hold(void) {
 void kvp_marks_go_on(void) {
     atomic_fetch_sub(&held, 1);
     kvp_marks_nothing_holds();
+}
+
+/* In front of the end of the last capture: where all that was submitted meanwhile went into it, nothing was missed. */
+void kvp_marks_capture_ends(void) {
+    if (kvp_watch.captures != 1 || held || beside || stopping || !kvp_watch.on) return;
+    if (!paused_ns || atomic_load(&why_paused) != REASON_CAPTURE) return;
+    atomic_store(&paused_ns, 0);
+    atomic_store(&kvp_watch.marks, 1);
+}
+
+void kvp_mark_beside(const kvp_record *r) {
+    int capturing = 0;
+    if (beside || !kvp_mark_submits(r)) return;
+    if (r->stream != 1 && kvp_mark_driver.cuStreamIsCapturing &&
+        !kvp_mark_driver.cuStreamIsCapturing((void *)(uintptr_t)r->stream, &capturing) && capturing)
+        return;
+    atomic_store(&beside, 1);
 }
 
 /* The helper marks again when nothing holds it. Before the first mark there is none, and without one there never is. */
@@ -485,7 +528,7 @@ void kvp_marks_nothing_holds(void) {
 
 /* For a process that counts the slots of a queue itself: 0: no mark is recorded until it says 1 as often. */
 CUDA_EXPORT void kvprobe_marks(int on);
-CUDA_EXPORT void kvprobe_marks(int on) { on ? kvp_marks_go_on() : kvp_marks_hold(); }
+CUDA_EXPORT void kvprobe_marks(int on) { on ? kvp_marks_go_on() : kvp_marks_hold(0); }
 
 static int outstanding(void) {
     int some = 0;

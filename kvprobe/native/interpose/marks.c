@@ -17,7 +17,8 @@
  * - A full queue: behind more than MARK_BUSY_LIMIT submissions a mark waits until so many more have come, so that it
  *   takes at most one slot in so many. The helper records where a quarter of that is outstanding, or where the stream
  *   says that it is idle: it never blocks.
- * - While any stream is being captured nothing is marked.
+ * - While any stream is being captured nothing is marked. What stands in a stream ends in front of that; where nothing
+ *   is submitted beside the capture, nothing is missed (kvp_mark_beside).
  * - A stream that is destroyed, a context that ends: nothing is asked or recorded afterwards (kvp_marks_stream_ends,
  *   kvp_marks_context_ends). A forked child marks nothing where its parent did.
  * - The legacy default stream orders blocking streams around whatever is put into it: there the helper records nothing,
@@ -25,7 +26,9 @@
  *   that nothing waits for the mark that would not wait for that.
  * - What they may cost is measured and bounded: MARK_FIRST_NS at first, then OF_A_SECOND_NS of each second
  *   (mark_reader.c). A mark counts with what it and all questions around it took the program's thread, and with
- *   MARK_DEVICE_NS for its stream. A program that they cost more is seen in stretches. */
+ *   MARK_DEVICE_NS for its stream. A program that they cost more is seen in stretches. Each has a length of time and no
+ *   number of marks, so that a part of the program that takes many is seen as often as one that takes none: what was
+ *   seen then tells of what was not (kvprobe/account/samples.py). */
 #define _GNU_SOURCE
 #include "marks.h"
 
@@ -128,7 +131,8 @@ void kvp_mark_give(struct mark_context *c, struct mark *m) {
 /* ---- what they cost ------------------------------------------------------------------------------------------ */
 
 static void spend(uint64_t ns) {
-    if (atomic_fetch_sub(&kvp_mark_left_ns, (int64_t)ns) <= (int64_t)ns) kvp_mark_pause(REASON_BUDGET);
+    int64_t left = atomic_fetch_sub(&kvp_mark_left_ns, (int64_t)ns) - (int64_t)ns;
+    if (unlikely(left <= -MARK_DEBT_NS)) kvp_mark_pause(REASON_BUDGET);
 }
 
 /* What looking at a stream has taken its thread since `since`. One that lost its CPU meanwhile lost it to others. */
@@ -386,7 +390,7 @@ static int goes_on(struct mark_stream *s, const kvp_record *r, uint8_t kind, uin
         put(s->bytes, 0); /* what memsets write crosses no link */
     }
     if (kind != stands || (kind == MARK_GRAPH && (uint32_t)r->src != s->graph)) {
-        if (has_room(s)) return kvp_mark_place(s, unseen(s, now));
+        if (has_room(s) && kvp_mark_place(s, unseen(s, now))) return 1;
         put(s->flags, get(s->flags) | MARK_MIXED);
         return 0;
     }
@@ -463,7 +467,7 @@ static int end_run(struct mark_stream *s, int waits_for_all) {
     return placed;
 }
 
-static __attribute__((noinline)) int end_all(void) {
+__attribute__((noinline)) int kvp_mark_end_all(void) {
     int placed = 0;
     for (int i = 0; i < MARK_STREAMS; i++) {
         struct mark_stream *s = &kvp_mark_streams[i];
@@ -492,6 +496,11 @@ static __attribute__((noinline)) int around_legacy(struct mark_stream *s) {
     return placed;
 }
 
+int kvp_mark_submits(const kvp_record *r) {
+    int role = of_call[r->call & 127].role;
+    return role == SUBMITS || role == COPIES;
+}
+
 static inline uint8_t kind_of(const kvp_record *r) {
     return of_call[r->call].role == COPIES ? of_direction[r->direction & 15] : of_call[r->call].kind;
 }
@@ -499,7 +508,7 @@ static inline uint8_t kind_of(const kvp_record *r) {
 /* In front of a call that waits, or takes long by itself. 1: time has passed. */
 static __attribute__((noinline)) int before_wait(const kvp_record *r, int role) {
     kvp_thread.mark = 1;
-    if (role == SYNC_ALL) return end_all();
+    if (role == SYNC_ALL) return kvp_mark_end_all();
     if (role == TAKES_LONG) return mine ? end_run(mine, 0) : 0;
     struct mark_stream *s = role == SYNC_STREAM || r->stream ? find(r->stream) : NULL;
     if (!s) return 0;

@@ -36,9 +36,13 @@ enum { MARK_NOT_READY = 600 }; /* CUDA_ERROR_NOT_READY */
 #define MARK_BUSY_LIMIT 400     /* submissions in a stream above which a mark waits for its turn; a queue takes 1,021 */
 extern uint32_t kvp_mark_limit; /* the same, scaled as the environment scales queues */
 extern int kvp_marks_asked;     /* by name: then on the embedded host runtime, too */
-#define MARK_FIRST_NS 40000000  /* what they may cost at first: short programs are covered whole */
+#define MARK_FIRST_NS 20000000  /* what they may cost at first: short programs are covered whole */
+#define MARK_LATER_NS 45000000  /* the same, a little at a time when that is spent (mark_reader.c) */
 #define MARK_CREDIT_NS 3000000  /* what may be saved up later */
-#define MARK_STRETCH_NS 1500000 /* what is saved up before marking comes back */
+#define MARK_SAVED_NS 500000    /* so much is saved up before marking comes back for a stretch */
+#define MARK_STRETCH_NS 5000000 /* a stretch is so long at least from when all streams are known, whatever that costs  \
+                                 */
+#define MARK_DEBT_NS 5000000    /* but no more than this: it is saved up before another stretch */
 #define MARK_DEVICE_NS 1000     /* of a record, beside what its caller waits: its stream does nothing else meanwhile */
 #define MARK_MOST_NS 20000      /* of one call: it was not marking that took longer */
 #define MARK_USUAL_NS 2000      /* all together, in simulated time */
@@ -155,6 +159,8 @@ static inline void kvp_mark_release(struct mark_stream *s) { atomic_store_explic
 
 /* marks.c. 1: there is a mark now. The caller holds the stream's lock. */
 int kvp_mark_place(struct mark_stream *s, int flags);
+int kvp_mark_submits(const kvp_record *r);
+int kvp_mark_end_all(void);                     /* ends what stands in each stream; 1: time has passed */
 int kvp_mark_idle(const struct mark_stream *s); /* 1: the stream has nothing left to do */
 void kvp_mark_give(struct mark_context *c, struct mark *m);
 /* Whether something stands in the stream, or is about to, that no mark follows. */

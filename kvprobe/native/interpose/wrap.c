@@ -313,7 +313,10 @@ static inline __attribute__((always_inline)) void begin(kvp_record *r, enum what
         r->start_ns = kvp_clock();
     }
     if (what == A_EVENT && kvp_watch.marks) kvp_mark_event(r->stream);
-    if (what != A_EVENT && kvp_watch.marks && kvp_mark_before(r) && timed) r->start_ns = kvp_clock();
+    if (what != A_EVENT && kvp_watch.marks) {
+        if (kvp_mark_before(r) && timed) r->start_ns = kvp_clock();
+    } else if (unlikely(kvp_watch.captures))
+        kvp_mark_beside(r);
     if (what == A_COPY) kvp_fetch_ranges();
     if (what == A_COPY && unlikely(kvp_watch.witness)) {
         kvp_witness_before(r, &batch);
@@ -894,26 +897,32 @@ enum { CAPTURES = 900, WRONG_THREAD = 908 }; /* the errors that end a capture li
 static __thread int in_capture_call
     __attribute__((tls_model("initial-exec"))); /* the runtime's call makes the driver's */
 
+static void nothing_captured(void) {
+    int now = atomic_load(&kvp_watch.captures);
+    while (now > 0 && !atomic_compare_exchange_weak(&kvp_watch.captures, &now, now - 1)) {
+    }
+    kvp_marks_nothing_holds();
+}
+
 static void capture_begins(void) {
-    if (!in_capture_call++) kvp_marks_hold();
+    if (!in_capture_call++) kvp_marks_hold(1);
 }
 
 static void capture_began(int result, uint64_t stream) {
     if (--in_capture_call) return;
-    if (!result) {
-        kvp_graph_begins(stream);
-        atomic_fetch_add(&kvp_watch.captures, 1);
-    }
+    if (!result) kvp_graph_begins(stream);
     kvp_marks_go_on();
+    if (result) {
+        kvp_marks_capture_ends();
+        nothing_captured();
+    }
 }
 
 static void capture_ended(int result, void **graph) {
     if (--in_capture_call || (result && (result < CAPTURES || result >= WRONG_THREAD))) return;
     kvp_graph_ends(!result && graph ? *graph : NULL);
-    int now = atomic_load(&kvp_watch.captures);
-    while (now > 0 && !atomic_compare_exchange_weak(&kvp_watch.captures, &now, now - 1)) {
-    }
-    kvp_marks_nothing_holds();
+    kvp_marks_capture_ends();
+    nothing_captured();
 }
 
 #define BEGINS_CAPTURE(NAME) UNRECORDED(NAME, capture_begins(), capture_began(result, STREAM(stream)))

@@ -1,0 +1,312 @@
+"""What a GPU did where its recorder did not look, by what it saw before and after: lines by samples, with their error.
+
+`kvprobe run` watches a program that its timing events would slow in stretches. Each is some milliseconds long, whatever
+they cost there, and begins when enough is saved up for it, whatever the program does then: so what a stretch holds
+stands for the time around it. A pause gets the mean of the NEAR stretches on each side, line by line; what its thread
+did meanwhile is known, so that is done for each kind of call apart: in a wait the GPU does what it did in waits.
+
+A stretch is known from where the work is over that stood in the streams before: often where a step ends. It is counted
+with a weight that rises from its beginning and falls to its end, so that it matters little where in a step it began.
+
+Marks may slow a program in a stretch. Its calls are counted everywhere: how many it makes a second in stretches, over
+how many in pauses, is its speed there. Beside a thread that does not wait, the GPU gets as much more done in a pause,
+at the cost of the host's lines.
+
+The error is by resampling: so many stretches as there are, drawn anew, give all lines and the speed again. Where that
+is more than MOST of the window, nothing is filled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from kvprobe.account.activity import Activity
+from kvprobe.account.lines import COPIES, Line, Unknown
+from kvprobe.account.stretches import NOBODY, Stretches
+from kvprobe.account.threads import Threads
+from kvprobe.recordings.model import Array, CallKind
+
+__all__ = ["MOST", "Samples", "fill"]
+
+MOST = 0.05  # of the window: an error above it, and what was not seen stays not known
+FEWEST = 8  # stretches: of fewer the error is not known: it is as large as what was not seen
+NEAR = 4  # pieces on each side of a pause that stand for it
+LONGEST_NS = 20_000_000  # a longer stretch is cut into pieces: what is far from a pause stands for it less
+SHORTEST_NS = 1_000_000
+OF_ALL = 0.05  # weight of all pieces beside those around a pause: for kinds of calls that these do not hold
+SLOWEST = 0.5  # where marks slow a thread more, what is seen is another program
+KEPT_NS = 20_000  # of calls as long none is lost
+DRAWS, COVERED = 400, 0.95
+TINY = 1e-12
+LINES = len(Line)
+DEVICE = np.array([Line.COMPUTING, *COPIES])
+
+
+@dataclass(frozen=True)
+class Samples:
+    """How a GPU's account was filled.
+
+    Attributes:
+        count: stretches that stand for pauses.
+        ns: of the window, known by them.
+        error_ns: a line is that far from the truth at most, in 19 cases of 20.
+    """
+
+    count: int = 0
+    ns: int = 0
+    error_ns: int = 0
+
+
+class _Joint(NamedTuple):
+    """The window cut where the account's lines or the thread's calls change, (pieces + 1,) and (pieces,)."""
+
+    edges: Array
+    account: Array  # number of the account's line, caller and detail
+    thread: Array  # Line of the thread
+    kinds: int  # of account
+
+
+class _Seen(NamedTuple):
+    """What stretches hold, cut into pieces of about LONGEST_NS, and what they stand for."""
+
+    start: Array  # of each piece, ns
+    end: Array
+    of: Array  # number of its stretch
+    shares: Array  # (pieces, the thread's lines * kinds)
+    weight: Array  # ns of pauses that each stands for
+    near: list[Array]  # pieces around each pause
+    thread: Array  # ns of pauses by line of the thread
+    gaps: list[tuple[int, int]]
+
+    @property
+    def stretches(self) -> int:
+        """How many stretches stand for pauses."""
+        return len(np.unique(self.of[self.weight > 0]))
+
+
+def fill(cut: Stretches, gpu: Activity, threads: Threads) -> Samples:
+    """Gives pauses of the recorder the lines of the stretches around them, in place; `threads` cover the window."""
+    if gpu.seen_from is None or gpu.seen_to is None or not len(gpu.paused_from) or not len(cut.line):
+        return Samples()
+    begin, end = int(cut.edges[0]), int(cut.edges[-1])
+    stretches = _stretches(gpu, begin, end)
+    gaps = _gaps(stretches, gpu, begin, end)
+    if not gaps:
+        return Samples()
+    table, number = np.unique(
+        np.stack((cut.line, cut.caller, cut.detail)).astype(np.int64), axis=1, return_inverse=True
+    )
+    joint = _joint(cut, number.ravel(), table.shape[1], _timeline(cut, gpu, threads))
+    seen = _seen(joint, stretches, gaps)
+    calls = _calls(gpu, threads, seen)
+    error, speed = _error(seen, calls, np.eye(LINES)[table[0]])
+    if error > MOST * (end - begin):
+        return Samples(seen.stretches, 0, int(error))
+    mean = OF_ALL * seen.shares.mean(axis=0)
+    pieces = []
+    for (start, stop), near in zip(gaps, seen.near, strict=True):
+        weights = (seen.shares[near].mean(axis=0) + mean).reshape(LINES, -1)
+        pieces.append(_filled(joint, start, stop, _at_speed(weights, table[0], speed)))
+    _put(cut, table, np.concatenate([one[0] for one in pieces]), np.concatenate([one[1] for one in pieces]), gaps)
+    return Samples(seen.stretches, cut.sum_ns(cut.sampled), int(error))
+
+
+def _stretches(gpu: Activity, begin: int, end: int) -> list[tuple[int, int]]:
+    """Between pauses, from where all is known to where it is no more."""
+    assert gpu.seen_from is not None and gpu.seen_to is not None
+    edges = np.concatenate(([begin], np.column_stack((gpu.paused_from, gpu.paused_to)).ravel(), [end]))
+    out = []
+    for start, stop in np.clip(edges, begin, end).reshape(-1, 2).tolist():
+        first = int(np.searchsorted(gpu.seen_to, start, "right"))
+        last = int(np.searchsorted(gpu.seen_from, stop, "left")) - 1
+        if last < first:
+            continue
+        one = max(start, int(gpu.seen_from[first])), min(stop, int(gpu.seen_to[last]))
+        if one[1] - one[0] >= SHORTEST_NS:
+            out.append(one)
+    return out
+
+
+def _gaps(stretches: list[tuple[int, int]], gpu: Activity, begin: int, end: int) -> list[tuple[int, int]]:
+    """Between stretches, where the recorder paused."""
+    if not stretches:
+        return []
+    ends = [begin, *(stop for _, stop in stretches)]
+    begins = [*(start for start, _ in stretches), end]
+    out = []
+    for start, stop in zip(ends, begins, strict=True):
+        at = int(np.searchsorted(gpu.paused_to, start, "right"))
+        if stop > start and at < len(gpu.paused_from) and gpu.paused_from[at] < stop:
+            out.append((start, stop))
+    return out
+
+
+def _timeline(cut: Stretches, gpu: Activity, threads: Threads) -> tuple[Array, Array]:
+    """Edges and lines of the thread that the GPU waited for most."""
+    whose = np.concatenate((cut.caller[cut.caller != NOBODY], gpu.caller[gpu.caller != NOBODY]))
+    if not len(whose):
+        return cut.edges[[0, -1]], np.zeros(1, dtype=np.uint8)
+    callers, counts = np.unique(whose, return_counts=True)
+    timeline = threads.of(int(callers[np.argmax(counts)]))
+    return timeline.edges, timeline.line
+
+
+def _joint(cut: Stretches, number: Array, kinds: int, timeline: tuple[Array, Array]) -> _Joint:
+    begin, end = cut.edges[0], cut.edges[-1]
+    edges = np.unique(np.concatenate((cut.edges, np.clip(timeline[0], begin, end))))
+    account = number[np.searchsorted(cut.edges, edges[:-1], "right") - 1]
+    of = np.clip(np.searchsorted(timeline[0], edges[:-1], "right") - 1, 0, len(timeline[1]) - 1)
+    return _Joint(edges, account, timeline[1][of].astype(np.int64), kinds)
+
+
+def _seen(joint: _Joint, stretches: list[tuple[int, int]], gaps: list[tuple[int, int]]) -> _Seen:
+    """Stretches cut into pieces, and what each holds."""
+    begins, ends, of = [], [], []
+    for row, (start, stop) in enumerate(stretches):
+        edges = np.linspace(start, stop, max(1, (stop - start) // LONGEST_NS) + 1).astype(np.int64).tolist()
+        some = range(len(edges) - 1)
+        for at in some if len(some) <= 2 * NEAR else (*some[:NEAR], *some[-NEAR:]):
+            begins.append(edges[at])
+            ends.append(edges[at + 1])
+            of.append(row)
+    shares = np.zeros((len(of), LINES * joint.kinds))
+    for row, (start, stop) in enumerate(zip(begins, ends, strict=True)):
+        first, last = _within(joint, start, stop)
+        x = (np.clip(joint.edges[first : last + 1], start, stop) - start) / (stop - start)
+        weight = np.diff(x - np.sin(2 * np.pi * x) / (2 * np.pi))
+        np.add.at(shares[row], joint.thread[first:last] * joint.kinds + joint.account[first:last], weight)
+    near, weight, thread = [], np.zeros(len(of)), np.zeros(LINES)
+    for start, stop in gaps:
+        at = int(np.searchsorted(begins, start, "right"))
+        near.append(np.arange(max(at - NEAR, 0), min(at + NEAR, len(of))))
+        weight[near[-1]] += (stop - start) / len(near[-1])
+        first, last = _within(joint, start, stop)
+        np.add.at(thread, joint.thread[first:last], np.diff(np.clip(joint.edges[first : last + 1], start, stop)))
+    return _Seen(np.array(begins), np.array(ends), np.array(of), shares, weight, near, thread, gaps)
+
+
+def _within(joint: _Joint, start: int, stop: int) -> tuple[int, int]:
+    """First and last of the pieces between these instants, the last left out."""
+    return int(np.searchsorted(joint.edges, start, "right")) - 1, int(np.searchsorted(joint.edges, stop, "left"))
+
+
+def _calls(gpu: Activity, threads: Threads, seen: _Seen) -> tuple[Array, float]:
+    """Calls a ns that are kept wherever they were made: in each piece, and in pauses.
+
+    A launch is kept only where it took long, which marks make it; where calls were lost, waits that took long are left.
+    """
+    joined = threads.joined
+    mine = ~joined.nested & np.isin(joined.process, gpu.processes)
+    if any(joined.recording.lost.get(one) for one in gpu.processes):
+        mine &= (joined.kind == CallKind.SYNC) & (joined.end - joined.start >= KEPT_NS)
+    else:
+        mine &= joined.kind != CallKind.LAUNCH
+    at = np.sort(joined.end[mine])
+
+    def count(start: Array, end: Array) -> Array:
+        many: Array = np.searchsorted(at, end) - np.searchsorted(at, start)
+        return many
+
+    gaps = np.array(seen.gaps).T
+    return count(seen.start, seen.end) / (seen.end - seen.start), float(
+        count(*gaps).sum() / np.diff(gaps, axis=0).sum()
+    )
+
+
+def _error(seen: _Seen, calls: tuple[Array, float], lines: Array) -> tuple[float, float]:
+    """How far any line is from the truth at most in COVERED of all cases, ns, and the program's speed in stretches."""
+    hidden = float(seen.thread.sum())
+    many = int(seen.of.max()) + 1
+    used = np.flatnonzero(np.bincount(seen.of, seen.weight, many) > 0)
+    if len(used) < FEWEST:
+        return hidden, 1.0
+
+    def by_stretch(values: Array) -> Array:
+        out = np.zeros((many, *values.shape[1:]))
+        np.add.at(out, seen.of, (values.T * seen.weight).T)
+        return out[used]
+
+    shares = by_stretch(seen.shares.reshape(len(seen.of), LINES, -1) @ lines)
+    weight, rate = by_stretch(np.ones(len(seen.of))), by_stretch(calls[0])
+
+    def speeds(times: Array) -> Array:
+        if not calls[1]:
+            return np.ones(len(times))
+        rates: Array = times @ rate / (times @ weight) / calls[1]
+        return np.minimum(rates, 1.0)
+
+    def told(times: Array, speed: float) -> Array:
+        mean = _at_speed(np.tensordot(times, shares, 1) / (times @ weight), np.arange(LINES), speed)
+        total = mean.sum(axis=1, keepdims=True)
+        by_kind = np.where(total > 0, mean / np.maximum(total, TINY), mean.sum(axis=0) / mean.sum())
+        lines: Array = seen.thread @ by_kind
+        return lines
+
+    draws = np.random.default_rng(0).multinomial(len(used), np.full(len(used), 1 / len(used)), DRAWS).astype(float)
+    by_draw = speeds(draws)
+    slow = np.quantile(by_draw, COVERED) < 1  # or else it may be chance
+    speed = float(speeds(np.ones((1, len(used))))[0]) if slow else 1.0
+    if speed < SLOWEST:
+        return hidden, speed
+    best = told(np.ones(len(used)), speed)
+    off = [float(np.abs(told(one, max(how, SLOWEST)) - best).max()) for one, how in zip(draws, by_draw, strict=True)]
+    # a few stretches differ less than all would
+    return min(float(np.quantile(off, COVERED)) * (len(used) + 1) / (len(used) - 1), hidden), speed
+
+
+def _at_speed(weights: Array, line: Array, speed: float) -> Array:
+    """What would have been seen of a program that is not slowed, of `weights` (the thread's lines, kinds).
+
+    Where its thread waits for the device marks slow nothing.
+    """
+    device, host = np.isin(line, DEVICE), ~np.isin(line, (*DEVICE, Line.NOT_KNOWN))
+    busy, idle = (weights[:, mask].sum(axis=1, keepdims=True) for mask in (device, host))
+    more = np.minimum(busy / speed - busy, idle)
+    more[(busy == 0).ravel()] = more[Line.WAITING_FOR_DEVICE] = 0
+    grown: Array = weights * (1 + more / np.maximum(busy, TINY) * device - more / np.maximum(idle, TINY) * host)
+    return grown
+
+
+def _filled(joint: _Joint, start: int, stop: int, weights: Array) -> tuple[Array, Array]:
+    """A pause's pieces: where each begins, ascending, and its number; each kind of call has shares of its own."""
+    first, last = np.searchsorted(joint.edges, start, "right") - 1, np.searchsorted(joint.edges, stop, "left")
+    edges = np.clip(joint.edges[first : last + 1], start, stop)
+    thread, length = joint.thread[first:last], np.diff(edges)
+    order = np.argsort(-weights.sum(axis=0), kind="stable")
+    begins, numbers = [], []
+    for one in np.unique(thread).tolist():
+        mine = np.flatnonzero(thread == one)
+        share = weights[one] if weights[one].sum() > 0 else weights.sum(axis=0)
+        share = share[order] / share.sum()
+        upto = np.concatenate(([0], np.cumsum(length[mine])))
+        bounds = np.round(np.cumsum(share) * upto[-1]).astype(np.int64)
+        bounds[-1] = upto[-1]
+        inside = bounds[:-1][(bounds[:-1] > 0) & (bounds[:-1] < upto[-1])]
+        cuts = np.unique(np.concatenate((upto[:-1], inside)))
+        piece = np.searchsorted(upto, cuts, "right") - 1
+        begins.append(edges[mine[piece]] + cuts - upto[piece])
+        numbers.append(order[np.searchsorted(bounds, cuts, "right")])
+    begin, number = np.concatenate(begins), np.concatenate(numbers)
+    in_time = np.argsort(begin, kind="stable")
+    return begin[in_time], number[in_time]
+
+
+def _put(cut: Stretches, table: Array, begin: Array, number: Array, gaps: list[tuple[int, int]]) -> None:
+    """Writes the pieces of all pauses into the account."""
+    inside = cut.cut(np.array([one[0] for one in gaps]), np.array([one[1] for one in gaps]))
+    start = np.concatenate((cut.start[~inside], begin))
+    line, caller, detail = (
+        np.concatenate((column[~inside], table[row][number]))
+        for row, column in enumerate((cut.line, cut.caller, cut.detail))
+    )
+    sampled = np.concatenate((np.zeros(int((~inside).sum()), dtype=bool), np.ones(len(begin), dtype=bool)))
+    sampled &= ~((line == Line.NOT_KNOWN) & (detail == Unknown.NOT_COVERED))
+    order = np.argsort(start, kind="stable")
+    made = Stretches.of(
+        np.append(start[order], cut.edges[-1]), line[order], caller[order], detail[order], sampled[order]
+    )
+    cut.edges, cut.line, cut.caller, cut.detail = made.edges, made.line, made.caller, made.detail
+    cut.cause, cut.sampled = made.cause, made.sampled

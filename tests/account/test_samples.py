@@ -1,0 +1,219 @@
+"""What stretches in which a GPU was seen tell of the pauses between them, against the same program seen throughout."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from kvprobe.account import COPIES, Account, GpuAccount, Line, account_of
+from kvprobe.account.lines import Unknown
+from kvprobe.account.samples import MOST
+from kvprobe.recordings.joined import Joined
+from kvprobe.recordings.model import CallKind, Direction, Engine, Recording, Source, Table
+from kvprobe.recordings.run_marks import PAUSED, REASONS
+from kvprobe.reporting.account import account_lines
+
+US, MS = 1_000, 1_000_000
+WATCHED, WATCHED_EVERY = 12 * MS, 90 * MS
+SPENT = REASONS.index("the budget of marks was spent")
+
+
+def slowed(begin: float, ns: float, marks: float) -> int:
+    """When so much is done that takes `marks` times as long in the first `WATCHED` of each `WATCHED_EVERY`."""
+    while True:
+        inside = begin % WATCHED_EVERY < WATCHED
+        edge, times = (
+            begin // WATCHED_EVERY * WATCHED_EVERY + (WATCHED if inside else WATCHED_EVERY),
+            marks if inside else 1,
+        )
+        if begin + ns * times <= edge:
+            return int(begin + ns * times)
+        ns, begin = ns - (edge - begin) / times, edge
+
+
+class Program:
+    """Steps: a load, a kernel behind it, the thread waits for both, and then works in Python."""
+
+    def __init__(
+        self, seconds: float, seed: int, *, slower: float = 1.0, alike: float = 0.2, marks: float = 1.0
+    ) -> None:
+        """`slower`: so many times as long are loads in the second half; `alike`: how much a step's parts vary.
+
+        `marks`: so many times as long does Python take in stretches of `WATCHED`, as marks slow it there; the thread
+        works in Python for all of a step then, and finds the kernel done.
+        """
+        chance, at = random.Random(seed), 0
+        self.calls: list[tuple[int, int, int]] = []
+        self.spans: list[tuple[int, int, int]] = []
+        self.steps: list[int] = []
+        end = int(seconds * 1e9)
+        while at < end:
+            load, kernel, python = (int(ms * MS * chance.uniform(1 - alike, 1 + alike)) for ms in (0.6, 1.5, 0.9))
+            load = int(load * (slower if at > end // 2 else 1))
+            self.steps.append(at)
+            waits, over = at + 8 * US, at + 10 * US + load + kernel
+            if marks > 1:
+                waits = slowed(at, load + kernel + python, marks)
+                over, python = waits + 5 * US, waits - at - load - kernel
+            self.calls += [(at, at + 3 * US, CallKind.COPY), (waits, over, CallKind.SYNC)]
+            self.spans += [(at + 3 * US, at + 3 * US + load, Engine.COPY)]
+            self.spans += [(at + 4 * US + load, at + 4 * US + load + kernel, Engine.KERNEL)]
+            at += 10 * US + load + kernel + python
+        self.end = at
+
+    def account(self, stretches: list[tuple[int, int]] | None = None) -> GpuAccount:
+        """As it was recorded in some stretches, or throughout."""
+        names = ["", "cudaMemcpyAsync", "cudaStreamSynchronize", *REASONS[1:]]
+        recording = Recording([Source("made", "trace")], names=names)
+        seen = stretches or [(0, self.end)]
+        edges = [0, *(one for pair in seen for one in pair), self.end]
+        pauses = [pair for pair in zip(edges[::2], edges[1::2], strict=True) if pair[1] > pair[0]]
+        calls, spans = np.array(self.calls), np.array(self.spans)
+        inside = np.zeros(len(spans), dtype=bool)
+        for begin, end in seen:
+            inside |= (spans[:, 1] > begin) & (spans[:, 0] < end)
+        spans = spans[inside]
+        recording.tables["calls"] = Table(
+            "calls",
+            {
+                "start_ns": calls[:, 0],
+                "end_ns": calls[:, 1],
+                "kind": calls[:, 2],
+                "name": np.where(calls[:, 2] == CallKind.COPY, 1, 2),
+                "bytes": np.where(calls[:, 2] == CallKind.COPY, 30 << 20, 0),
+                "direction": np.where(calls[:, 2] == CallKind.COPY, int(Direction.H2D), 0),
+                "thread": np.full(len(calls), 7),
+            },
+        )
+        copies = spans[:, 2] == Engine.COPY
+        recording.tables["spans"] = Table(
+            "spans",
+            {
+                "start_ns": spans[:, 0],
+                "end_ns": spans[:, 1],
+                "engine": spans[:, 2],
+                "direction": np.where(copies, int(Direction.H2D), 0),
+                "bytes": np.where(copies, 30 << 20, 0),
+                "count": np.ones(len(spans)),
+            },
+        )
+        coverage = [(*one, 0, 0) for one in seen] + [(*one, 2 + SPENT, PAUSED) for one in pauses]
+        rows = np.array(sorted(coverage))
+        columns = ("start_ns", "end_ns", "reason", "stopped")
+        recording.tables["coverage"] = Table("coverage", {name: rows[:, i] for i, name in enumerate(columns)})
+        recording.tables["streams"] = Table("streams", {"process": [0], "handle": [7]})
+        recording.tables["processes"] = Table("processes", {"pid": [1]})
+        (gpu,) = account_of(Joined(recording)).gpus
+        return gpu
+
+
+def stretches(
+    end: int, seed: int, apart: float = 80 * MS, length: float = 7 * MS, steps: list[int] | None = None
+) -> list[tuple[int, int]]:
+    """So long, so far apart, wherever the program is; with `steps`, from where a step ends on."""
+    chance, at = random.Random(seed), 0.0
+    out = []
+    while True:
+        at += apart * chance.uniform(0.7, 1.3)
+        begin = int(at) if steps is None else steps[min(int(np.searchsorted(steps, at)), len(steps) - 1)]
+        if begin + length >= end:
+            return out
+        out.append((begin, begin + int(length)))
+        at = begin + length
+
+
+def shares(gpu: GpuAccount) -> dict[Line, float]:
+    return {line: gpu.share(line) for line in Line}
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("locked", [False, True], ids=["anywhere", "from-a-step-on"])
+def test_stretches_tell_of_pauses_within_their_error(seed: int, locked: bool) -> None:
+    program = Program(2.4, seed)
+    truth = program.account()
+    seen = stretches(program.end, seed, steps=program.steps if locked else None)
+    gpu = program.account(seen)
+    assert sum(b - a for a, b in seen) < 0.12 * program.end
+    told = gpu.to_json()
+    assert gpu.samples.count == len(seen) and told["by_samples_ns"] > 0.85 * gpu.window_ns
+    assert 0 < told["by_samples_error_ns"] <= MOST * gpu.window_ns
+    lines = [told["computing_ns"], told["nothing_to_do_ns"], *told["not_known_ns"].values()]
+    lines += [*told["waiting_for_copies_ns"].values(), *told["waiting_for_host_ns"].values()]
+    assert sum(lines) == gpu.window_ns
+    for line, share in shares(truth).items():
+        assert shares(gpu)[line] == pytest.approx(share, abs=MOST), line
+
+
+def test_the_error_holds_in_nineteen_of_twenty_cases() -> None:
+    """Of forty programs, two lines each."""
+    outside = 0
+    for seed in range(40):
+        program = Program(2.0, seed, alike=0.5)
+        truth, gpu = program.account(), program.account(stretches(program.end, seed + 100))
+        if gpu.samples.ns:
+            off = (abs(gpu.share(*one) - truth.share(*one)) for one in ((Line.COMPUTING,), COPIES))
+            outside += sum(one > gpu.samples.error_ns / gpu.window_ns for one in off)
+    assert outside <= 4
+
+
+def test_a_pause_is_filled_by_what_its_thread_did_then() -> None:
+    """Python that the GPU waits for stands where the thread was outside of calls, waits where it waited."""
+    program = Program(2.4, 1)
+    gpu = program.account(stretches(program.end, 1))
+    cut = gpu.stretches
+    waits = [(begin, end) for begin, end, kind in program.calls if kind == CallKind.SYNC]
+    where = np.searchsorted([one[0] for one in waits], cut.start, "right") - 1
+    in_a_wait = (where >= 0) & (cut.start < np.array([one[1] for one in waits])[where])
+    python = cut.sampled & np.isin(cut.line, (Line.PYTHON, Line.ELSEWHERE)) & (cut.ns > 10 * US)
+    computing = cut.sampled & (cut.line == Line.COMPUTING)
+    assert python.any() and not (python & in_a_wait).any()
+    assert cut.sum_ns(computing & in_a_wait) > 0.98 * cut.sum_ns(computing)
+
+
+def test_what_marks_slow_is_told_as_it_is_without_them() -> None:
+    """Python takes half as long again where marks are: without them the GPU computes for more of the time."""
+    program, truth = Program(2.4, 2, marks=1.5), Program(2.4, 2, marks=1.001).account()
+    gpu = program.account([(at, at + WATCHED) for at in range(0, program.end - WATCHED, WATCHED_EVERY)])
+    for line, share in shares(truth).items():
+        assert shares(gpu)[line] == pytest.approx(share, abs=gpu.samples.error_ns / gpu.window_ns + 0.01), line
+
+
+def unknown(gpu: GpuAccount) -> float:
+    return gpu.unknown_ns().get(Unknown.NOT_COVERED, 0) / gpu.window_ns
+
+
+def test_too_few_stretches_tell_nothing() -> None:
+    program = Program(2.4, 3)
+    gpu = program.account(stretches(program.end, 3, apart=500 * MS))
+    assert 0 < gpu.samples.count < 8 and gpu.samples.ns == 0
+    assert unknown(gpu) > 0.9 and gpu.to_json()["by_samples_error_ns"] == 0
+
+
+def test_uneven_stretches_tell_nothing() -> None:
+    """Steps of which each is something else: the mean of a few could be wrong by more than is said of a window."""
+    program = Program(2.4, 4, alike=1.0)
+    gpu = program.account(stretches(program.end, 4, apart=200 * MS, length=2 * MS))
+    assert gpu.samples.count >= 8 and gpu.samples.error_ns > MOST * gpu.window_ns and gpu.samples.ns == 0
+    assert unknown(gpu) > 0.9
+
+
+def test_a_program_that_changes_slowly_is_followed() -> None:
+    """From its middle on loads are twice as long: each pause gets what lies beside it."""
+    program = Program(3.0, 5, slower=2.0)
+    truth, gpu = program.account(), program.account(stretches(program.end, 5))
+    assert gpu.share(*COPIES) == pytest.approx(truth.share(*COPIES), abs=MOST)
+    first = gpu.stretches.start < program.end // 2
+    copies = np.isin(gpu.stretches.line, np.array(COPIES, dtype=np.uint8))
+    half = gpu.stretches.sum_ns(first & copies)
+    assert half < gpu.stretches.sum_ns(~first & copies)
+
+
+def test_lines_say_how_much_of_them_is_by_samples() -> None:
+    program = Program(2.4, 6)
+    gpu = program.account(stretches(program.end, 6))
+    lines = account_lines(Account([gpu], []))
+    (computing,) = (one for one in lines if "computing" in one)
+    assert f" by {gpu.samples.count} samples, ± " in computing
+    assert not any("samples" in one for one in account_lines(Account([program.account()], [])))
