@@ -307,32 +307,6 @@ class Account:
                     cut.detail[mine] = Unknown.RECORDER if becomes == Line.NOT_KNOWN else NOBODY
         return got
 
-    def claim_open(self, cause: str, start: Array, end: Array, becomes: Line) -> dict[int, int]:
-        """Gives a cause the pauses of which nothing else shows whether anybody had asked for anything.
-
-        Args:
-            cause: its name; it shows what the thread did in these pauses.
-            start: where the intervals begin, ns.
-            end: where they end, ns.
-            becomes: the line that the time moves to.
-
-        Returns:
-            what it got, in ns, by the number of the GPU in `gpus`.
-        """
-        if cause not in self.causes:
-            self.causes.append(cause)
-        got: dict[int, int] = {}
-        begins, ends = union(np.asarray(start, dtype=np.int64), np.asarray(end, dtype=np.int64))
-        for place, gpu in enumerate(self.gpus):
-            cut = gpu.stretches
-            mine = cut.cut(begins, ends) if gpu.seen else np.zeros(len(cut.line), dtype=bool)
-            mine &= (cut.cause == NOBODY) & (cut.line == Line.NOT_KNOWN) & among(cut.detail, OPEN)
-            if mine.any():
-                got[place] = cut.sum_ns(mine)
-                cut.cause[mine] = self.causes.index(cause)
-                cut.line[mine], cut.detail[mine] = becomes, NOBODY
-        return got
-
     def claimed_ns(self, gpu: GpuAccount, cause: str, lines: Sequence[Line]) -> int:
         """What a cause has claimed of these lines of a GPU."""
         if cause not in self.causes:

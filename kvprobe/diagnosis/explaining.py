@@ -56,7 +56,7 @@ class Explainer:
         """
         self.account = account
         self._slots = slots
-        self._left_ns = self._waiting_ns()
+        self._left_ns = max((gpu.not_computing_ns for gpu in account.gpus if gpu.seen), default=0)
         # What can be saved without fewer or faster copies: beyond it the link is busy for longer than kernels run.
         # Of pauses between operations, only what a full queue is shown to explain is added, where it claims them.
         self._moved_left_ns = max(
@@ -156,27 +156,17 @@ class Explainer:
         claimed = self.account.claim(cause, start, end, COPIES, becomes=proven_line(cause), most_ns=most_ns)
         return self._explained(claimed, 0, min(lost_ns, max(claimed.values(), default=0)))
 
-    def gaps(
-        self, cause: str, start: Array, end: Array, calls: Sequence[Line] = (), *, asked: bool = False
-    ) -> ExplainedTime:
+    def gaps(self, cause: str, start: Array, end: Array, calls: Sequence[Line] = ()) -> ExplainedTime:
         """Of stretches in which a GPU stood idle, (stretches,): what its thread spent outside of calls, or in `calls`.
 
-        What a thread did inside its calls is known, and stays in their line. `asked`: the cause shows that the thread
-        had work to do in all of them, also where nothing else does.
+        What a thread did inside its calls is known, and stays in their line.
         """
         if not self.account.seen:
             return ExplainedTime()
-        before = self._waiting_ns()
-        outside, proves = (*OUTSIDE_CALLS, Line.NOTHING_TO_DO), proven_line(cause)
-        got = [self.account.claim(cause, start, end, outside, becomes=proves)]
-        got.append(self.account.claim(cause, start, end, calls) if calls else {})
-        if asked and proves is not None:
-            got.append(self.account.claim_open(cause, start, end, proves))
-        claimed: dict[int, int] = {}
-        for part in got:
-            for gpu, ns in part.items():
-                claimed[gpu] = claimed.get(gpu, 0) + ns
-        self._left_ns += self._waiting_ns() - before  # what was taken for idle and is proven to be a wait can be saved
+        outside = (*OUTSIDE_CALLS, Line.NOTHING_TO_DO)
+        claimed = self.account.claim(cause, start, end, outside, becomes=proven_line(cause))
+        for gpu, ns in (self.account.claim(cause, start, end, calls) if calls else {}).items():
+            claimed[gpu] = claimed.get(gpu, 0) + ns
         return self._explained(claimed, 0, max(claimed.values(), default=0))
 
     def _explained(self, claimed: dict[int, int], open_ns: int, saved_ns: int) -> ExplainedTime:
@@ -186,10 +176,6 @@ class Explainer:
         saved = self.take(saved_ns) if computes else None
         window_ns = gpu.window_ns if gpu else 0
         return ExplainedTime(claimed.get(place, 0), window_ns, open_ns, saved, sum(claimed.values()))
-
-    def _waiting_ns(self) -> int:
-        """For how long the GPU that waits longest does."""
-        return max((gpu.not_computing_ns for gpu in self.account.gpus if gpu.seen), default=0)
 
     def take_of_thread(self, ns: int) -> int:
         """The same of a thread's, where nothing shows that a model waits: what two waited at once is saved once."""

@@ -285,7 +285,6 @@ class Loss:
         places, calls: as `where` and `calls` of Finding.
         gaps: of a loss that is not one of calls or copies, the stretches in which a device stood idle, as arrays of
             where they begin and end; None: none is known. Of a GPU's, `ns` becomes what the account has of them.
-        asked: of these stretches, that the cause shows the thread to have had work to do in all of them.
         in_calls: of these stretches, the lines inside of calls that are lost as well (`kvprobe.account.Line`).
         copies: of a loss of copy engines, the rows of the executions; None: none is known.
         stretches: of a loss of threads outside of calls, where it begins and ends, and whose it is (`Joined.caller`).
@@ -301,7 +300,6 @@ class Loss:
     places: tuple[Where, ...] = ()
     calls: tuple[TracedCall, ...] = ()
     gaps: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = None
-    asked: bool = False
     in_calls: tuple[Line, ...] = ()
     copies: npt.NDArray[Any] | None = None
     spans: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = None

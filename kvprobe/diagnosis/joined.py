@@ -525,7 +525,7 @@ class JoinedRecording(Joined):
             return None
         explained = ExplainedTime()
         if loss.gaps is not None and confidence != "cannot tell":
-            explained = self.explainer.gaps(cause, *loss.gaps, loss.in_calls, asked=loss.asked)
+            explained = self.explainer.gaps(cause, *loss.gaps, loss.in_calls)
             if loss.on == "device" and explained.gpus_ns:  # one figure: what the account's lines say of these gaps
                 loss = replace(loss, ns=explained.gpus_ns)
         elif loss.copies is not None and confidence != "cannot tell":

@@ -32,9 +32,6 @@ If a third of all pauses are of this kind, none counts, because the kernel does 
 Pauses in which no other thread of the process ran do not count, either, if `kvprobe run` noted that. Neither do those
 in which the thread waited for a request (in accept, poll, select, epoll_wait or recv), if the recording shows it.
 
-The account then counts all these pauses as time in Python, also those of which nothing else shows whether the thread
-waited for a request.
-
 Time lost: the part of the gaps in which the thread was outside of CUDA calls, or inside calls that submit.
 
 Predicted saving: the same time. A CUDA graph launches many short kernels with one call. Against the lock and the
@@ -66,7 +63,6 @@ MANY_PAUSES = 16
 SWITCH_NS = 5_000_000  # sys.getswitchinterval()
 TIMER = 3  # switch intervals: a thread whose pauses all last so many, or one higher number, sleeps
 TAKES_LOCK = "pthread_cond_timedwait"
-MOST_INTERVALS = 8  # by which the length of a pause still tells
 OTHERS = 8  # one in so many pauses lasts another number of intervals than most do, where threads take turns
 
 
@@ -105,7 +101,7 @@ def _intervals(times: Array) -> tuple[Array, Array]:
     A thread wakes late, never early, and each holder in turn keeps the lock for an interval.
     """
     whole = np.maximum(np.round(times), 1)
-    return whole, (whole <= MOST_INTERVALS) & (times >= 0.97 * whole) & (times <= whole + 0.2 * np.sqrt(whole))
+    return whole, (whole <= 8) & (times >= 0.97 * whole) & (times <= whole + 0.2 * np.sqrt(whole))
 
 
 def _taking_turns(times: Array) -> bool:
@@ -222,7 +218,6 @@ def _by_submissions(joined: JoinedRecording) -> Finding | None:
             span_ns=span,
             places=joined.places(rows, ns),
             gaps=(pauses.start[mine], pauses.end[mine]),
-            asked=True,
         ),
         evidence=(
             Evidence(
@@ -240,7 +235,6 @@ def _by_submissions(joined: JoinedRecording) -> Finding | None:
                 "ns",
                 MEASURED,
             ),
-            *_longest(ns),
         ),
         cure=(
             Change("Move the other thread's Python work to a process of its own", share=1.0),
@@ -249,19 +243,6 @@ def _by_submissions(joined: JoinedRecording) -> Finding | None:
         ),
         reason="a thread that sleeps now 5, now 10 ms between its calls on purpose looks the same",
     )
-
-
-def _longest(ns: Array) -> list[Evidence]:
-    """What is only concluded: pauses of so many switch intervals that their length alone says nothing."""
-    long = ns > MOST_INTERVALS * SWITCH_NS
-    if not long.any():
-        return []
-    together = int(ns[long].sum())
-    text = (
-        f"{int(long.sum()):,} of these pauses are longer than {MOST_INTERVALS} intervals, {ms(together)} together: "
-        "they count because the other pauses of the thread are waits for the lock"
-    )
-    return [Evidence(text, together, "ns", INFERRED)]
 
 
 def find(joined: JoinedRecording) -> Finding | None:
