@@ -45,7 +45,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvprobe.account import Line, Worked, covers_of, who_worked
+from kvprobe.account import OPEN, Line, Worked, covers_of, who_worked
 from kvprobe.account.outside import waits_for_others
 from kvprobe.account.stretches import NOBODY
 from kvprobe.account.threads import runs_python
@@ -235,6 +235,7 @@ def _by_submissions(joined: JoinedRecording) -> Finding | None:
                 "ns",
                 MEASURED,
             ),
+            *_perhaps_asked_for_nothing(joined, pauses.start[mine], pauses.end[mine]),
         ),
         cure=(
             Change("Move the other thread's Python work to a process of its own", share=1.0),
@@ -243,6 +244,22 @@ def _by_submissions(joined: JoinedRecording) -> Finding | None:
         ),
         reason="a thread that sleeps now 5, now 10 ms between its calls on purpose looks the same",
     )
+
+
+def _perhaps_asked_for_nothing(joined: JoinedRecording, start: Array, end: Array) -> list[Evidence]:
+    """For how much of the pauses the account does not know whether there was work: no saving is predicted for it."""
+    pauses, open_ns = Cover(start, end), 0
+    for gpu in joined.account.gpus:
+        cut = gpu.stretches
+        open_ = (cut.line == Line.NOT_KNOWN) & among(cut.detail, OPEN)
+        open_ns = max(open_ns, pauses.intersect_ns(Cover(cut.start[open_], cut.end[open_])))
+    if not open_ns:
+        return []
+    text = (
+        f"for {ms(open_ns)} of these pauses, only their lengths tell of the lock: nothing shows whether the thread "
+        "had work or waited for a request, and no saving is predicted for this part"
+    )
+    return [Evidence(text, open_ns, "ns", MEASURED)]
 
 
 def find(joined: JoinedRecording) -> Finding | None:
