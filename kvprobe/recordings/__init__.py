@@ -167,12 +167,14 @@ def sniff(path: str | os.PathLike[str]) -> str:
         return "nsys-sqlite"
     if start.startswith(b"KVPRING1"):
         return "kvprobe"
+    form, unpacked = _unpacked(start)
+    if _is_profilers(unpacked if form else start):
+        return "kineto-json"
     told = _told(path, start)
     if told is not None:
         return told
     if path.name.endswith((".nsys-rep", ".qdstrm", ".qdrep")):
         return "nsys-rep"
-    form, unpacked = _unpacked(start)
     if unpacked.startswith(b"SQLite format 3\0"):
         return "nsys-sqlite-compressed"
     _refuse_packed(path, start, form, unpacked)
@@ -183,6 +185,12 @@ def sniff(path: str | os.PathLike[str]) -> str:
     if path.suffix == ".kvp":
         return "kvprobe"
     raise RecordingError(f"{path}: unknown format; kvprobe reads: {', '.join(what for _, what in FORMATS.values())}")
+
+
+def _is_profilers(start: bytes) -> bool:
+    """Whether a file plainly begins as the PyTorch profiler's do: no reader that somebody added is loaded to ask."""
+    text = start.lstrip()
+    return text.startswith(b'{"traceEvents"') or (text.startswith(b"{") and b'"schemaVersion"' in text)
 
 
 _PACKED = {b"PK\x03\x04": "unzip", b"\x28\xb5\x2f\xfd": "unzstd", b"BZh": "bunzip2"}
