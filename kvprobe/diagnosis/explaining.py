@@ -18,6 +18,7 @@ from kvprobe.recordings.model import Array
 
 __all__ = ["ExplainedTime", "Explainer"]
 
+_NO_CAUSE = "unexplained"
 _CALLERS = 32  # threads whose part is played one by one; those with the largest
 
 
@@ -144,13 +145,20 @@ class Explainer:
         moved = sum(self.account.claimed_ns(gpu, one, COPIES) for one in full)
         return max(gpu.ns(*COPIES) - gpu.link_alone_ns - moved, 0)
 
-    def question(self, start: Array, end: Array, caller: Array, ns: Array) -> ExplainedTime:
-        """As `host`, where it cannot be told why: nothing is claimed, but what it may have cost is known."""
+    def question(self, cause: str, start: Array, end: Array, caller: Array, ns: Array) -> ExplainedTime:
+        """As `host`, where it cannot be told why: nothing is claimed, but what it may have cost is known.
+
+        Of calls without even a possible cause, that is what GPUs waited inside them: no change can be predicted.
+        """
         account = self.account
         if account.main is None or not any(one.kernels for one in account.gpus):
             return ExplainedTime()
         callers = sorted(distinct(caller).tolist(), key=lambda one: -int(ns[caller == one].sum()))[:_CALLERS]
-        saved = sum(self._saved(one, start[caller == one], end[caller == one], ns[caller == one]) for one in callers)
+        parts = [(one, start[caller == one], end[caller == one], ns[caller == one]) for one in callers]
+        if cause == _NO_CAUSE:
+            saved = sum(self._idle_in(begun, ended, one) for one, begun, ended, _ in parts)
+        else:
+            saved = sum(self._saved(*part) for part in parts)
         return ExplainedTime(None, account.main.window_ns, self._after_last_kernel(start, end), saved)
 
     def copies(self, cause: str, start: Array, end: Array, lost_ns: int, device: Array | None = None) -> ExplainedTime:

@@ -6,6 +6,8 @@ CPU from the thread, that another process or thread holds a lock inside the driv
 Signature: submissions, or calls that record an event, take longer than 60 µs although their queue is not full, and they
 overlap nothing that the recorder labelled. There are at least two of these calls, or one that took at least a tenth of
 its thread's time and 1% of the serving window.
+
+They leave a recording undecided where the GPU waited inside them for 1% of the window, or nothing shows whether it did.
 """
 
 from __future__ import annotations
