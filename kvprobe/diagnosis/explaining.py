@@ -18,7 +18,6 @@ from kvprobe.recordings.model import Array
 
 __all__ = ["ExplainedTime", "Explainer"]
 
-_NO_CAUSE = "unexplained"
 _CALLERS = 32  # threads whose part is played one by one; those with the largest
 
 
@@ -148,17 +147,17 @@ class Explainer:
     def question(self, cause: str, start: Array, end: Array, caller: Array, ns: Array) -> ExplainedTime:
         """As `host`, where it cannot be told why: nothing is claimed, but what it may have cost is known.
 
-        Of calls without even a possible cause, that is what GPUs waited inside them: no change can be predicted.
+        Where the cause predicts nothing, that is what GPUs waited inside these calls.
         """
         account = self.account
         if account.main is None or not any(one.kernels for one in account.gpus):
             return ExplainedTime()
         callers = sorted(distinct(caller).tolist(), key=lambda one: -int(ns[caller == one].sum()))[:_CALLERS]
         parts = [(one, start[caller == one], end[caller == one], ns[caller == one]) for one in callers]
-        if cause == _NO_CAUSE:
-            saved = sum(self._idle_in(begun, ended, one) for one, begun, ended, _ in parts)
-        else:
+        if load_cause(cause).PREDICTS:
             saved = sum(self._saved(*part) for part in parts)
+        else:
+            saved = sum(self._idle_in(begun, ended, one) for one, begun, ended, _ in parts)
         return ExplainedTime(None, account.main.window_ns, self._after_last_kernel(start, end), saved)
 
     def copies(self, cause: str, start: Array, end: Array, lost_ns: int, device: Array | None = None) -> ExplainedTime:

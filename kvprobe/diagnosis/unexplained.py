@@ -18,6 +18,7 @@ from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Evidence, Fin
 from kvprobe.diagnosis.joined import CRITICAL, JoinedRecording, ms
 
 CAUSE = cause_of(__name__)
+PREDICTS = False
 OF_WINDOW = 0.01  # one slow call that took less of it is passed over
 STACKED_NS = 5_000_000  # `--stacks-after 5` takes stacks from here on
 
