@@ -21,11 +21,13 @@ class Cause(Protocol):
         OF_EXECUTIONS: whether it is told by what the device executed: not looked for in a recording without that.
         PROVES: the line of the account that a GPU's waiting belongs to where this cause explains it; None: as the
             account has it already.
+        PREDICTS: whether a change can be told that helps, with what it saves.
     """
 
     CAUSE: str
     OF_EXECUTIONS: bool = False
     PROVES: Line | None = None
+    PREDICTS: bool = True
 
     def find(self, joined: JoinedRecording) -> Finding | None:
         """The cause in this recording, None where it is not there."""
@@ -46,7 +48,7 @@ class _File(Cause):
     def __init__(self, name: str) -> None:
         self._module = import_module(f"kvprobe.diagnosis.{name}")
         self.CAUSE = self._module.CAUSE
-        for member in ("OF_EXECUTIONS", "PROVES", "not_shown", "open_question"):
+        for member in ("OF_EXECUTIONS", "PROVES", "PREDICTS", "not_shown", "open_question"):
             if hasattr(self._module, member):
                 setattr(self, member, getattr(self._module, member))
 

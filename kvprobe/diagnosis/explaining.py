@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -93,7 +94,9 @@ class Explainer:
                 saved += self._idle_in(start[rows], end[rows], one)
             elif number < _CALLERS:
                 saved += self._saved(one, start[rows], end[rows], ns[rows])
-            got = [account.claim(cause, start[rows], end[rows], HOST, becomes=proves, caller=one)]
+            got: list[dict[int, int]] = []
+            rest = partial(self._rest_ns, int(ns[rows].sum()), got) if fills else None
+            got.append(account.claim(cause, start[rows], end[rows], HOST, becomes=proves, caller=one, most_ns=rest))
             if held is not None and held[rows].any():
                 movable = {place: self._movable(gpu) for place, gpu in enumerate(account.gpus)}
                 rows = rows[held[rows]]
@@ -101,11 +104,12 @@ class Explainer:
                 saved += max((min(more, movable[place]) for place, more in alone.items()), default=0)
                 got.append(alone)
             if not waits:
-                most = self._movable if fills else None
+                most = partial(self._rest_ns, int(ns[rows].sum()), got, movable=True) if fills else None
                 got.append(account.claim(cause, start[rows], end[rows], COPIES, caller=one, most_ns=most))
             if fills:  # what filled the queue had been submitted, and stood still, whatever it stood behind
                 stood = (Line.NOT_KNOWN, Line.ELSEWHERE)
-                paused = account.claim(cause, start[rows], end[rows], stood, becomes=proves, caller=NOBODY)
+                begun, ended = start[rows], end[rows]
+                paused = account.claim(cause, begun, ended, stood, becomes=proves, caller=NOBODY, most_ns=rest)
                 self._moved_left_ns += max(paused.values(), default=0)
                 got.append(paused)
             for part in got:
@@ -122,6 +126,15 @@ class Explainer:
         stay = (whose == caller) & ~np.isin(began, start)
         return saved_by_host(self.account, caller, end, ns, (ended[stay], (ended - began)[stay]))
 
+    def _rest_ns(self, lost_ns: int, got: list[dict[int, int]], gpu: GpuAccount, *, movable: bool = False) -> int:
+        """What a thread's blocked calls may still claim of a GPU: it waits for a slot no longer than the thread does.
+
+        The rest of these calls is what each takes with a free slot. `movable`: of copies alone.
+        """
+        place = next(number for number, one in enumerate(self.account.gpus) if one is gpu)
+        rest = max(lost_ns - sum(part.get(place, 0) for part in got), 0)
+        return min(rest, self._movable(gpu)) if movable else rest
+
     def _movable(self, gpu: GpuAccount) -> int:
         """Of the time of copies alone, what kernels could hide and no full queue explains yet.
 
@@ -131,13 +144,20 @@ class Explainer:
         moved = sum(self.account.claimed_ns(gpu, one, COPIES) for one in full)
         return max(gpu.ns(*COPIES) - gpu.link_alone_ns - moved, 0)
 
-    def question(self, start: Array, end: Array, caller: Array, ns: Array) -> ExplainedTime:
-        """As `host`, where it cannot be told why: nothing is claimed, but what it may have cost is known."""
+    def question(self, cause: str, start: Array, end: Array, caller: Array, ns: Array) -> ExplainedTime:
+        """As `host`, where it cannot be told why: nothing is claimed, but what it may have cost is known.
+
+        Where the cause predicts nothing, that is what GPUs waited inside these calls.
+        """
         account = self.account
         if account.main is None or not any(one.kernels for one in account.gpus):
             return ExplainedTime()
         callers = sorted(distinct(caller).tolist(), key=lambda one: -int(ns[caller == one].sum()))[:_CALLERS]
-        saved = sum(self._saved(one, start[caller == one], end[caller == one], ns[caller == one]) for one in callers)
+        parts = [(one, start[caller == one], end[caller == one], ns[caller == one]) for one in callers]
+        if load_cause(cause).PREDICTS:
+            saved = sum(self._saved(*part) for part in parts)
+        else:
+            saved = sum(self._idle_in(begun, ended, one) for one, begun, ended, _ in parts)
         return ExplainedTime(None, account.main.window_ns, self._after_last_kernel(start, end), saved)
 
     def copies(self, cause: str, start: Array, end: Array, lost_ns: int, device: Array | None = None) -> ExplainedTime:

@@ -444,7 +444,7 @@ class JoinedRecording(Joined):
         loss = Loss(int(got.sum()), len(rows), "host", window, span, places, calls)
         start, end = self.start[rows], self.end[rows]
         if confidence == "cannot tell":
-            explained = self.explainer.question(start, end, self.caller[rows], got)
+            explained = self.explainer.question(cause, start, end, self.caller[rows], got)
         else:
             explained = self.explainer.host(cause, start, end, self.caller[rows], got, held)
         return self._finding(cause, title, confidence, loss, explanation, explained)

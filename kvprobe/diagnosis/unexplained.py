@@ -6,6 +6,9 @@ CPU from the thread, that another process or thread holds a lock inside the driv
 Signature: submissions, or calls that record an event, take longer than 60 µs although their queue is not full, and they
 overlap nothing that the recorder labelled. There are at least two of these calls, or one that took at least a tenth of
 its thread's time and 1% of the serving window.
+
+These calls leave a recording undecided if the GPU waited inside them for 1% of the serving window or more, or if
+nothing shows whether the GPU waited.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Evidence, Fin
 from kvprobe.diagnosis.joined import CRITICAL, JoinedRecording, ms
 
 CAUSE = cause_of(__name__)
+PREDICTS = False
 OF_WINDOW = 0.01  # one slow call that took less of it is passed over
 STACKED_NS = 5_000_000  # `--stacks-after 5` takes stacks from here on
 

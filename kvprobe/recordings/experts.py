@@ -29,6 +29,7 @@ _GROUPS = 4096  # tensors, and places that they go to
 _APART = 64  # experts between neighbours that were picked, where all are so far apart
 _NEAR = 4096  # experts of one tensor at most, where only gaps part tensors
 _PARTIAL = 0.25  # of the visits bring a part of a tensor
+_SHARE = 0.05  # of the bytes loaded: of thousands of blocks in any order, a few lie as experts would by chance
 _ALIKE = 0.8  # of neighbouring visits to two tensors bring the same pieces: blocks of a pool
 _NAMES = ("expert", "_exps", "moe")
 
@@ -109,20 +110,20 @@ def expert_uploads(recording: Recording, window: ServingWindow | None = None) ->
     """One a process that uploads experts; in a window, else in all of the recording."""
     calls = recording.calls
     kinds = np.array((CallKind.COPY, CallKind.COPY_SYNC), dtype=np.uint8)
-    rows = np.flatnonzero(
-        np.isin(calls["kind"], kinds)
-        & (calls["direction"] == Direction.H2D)
-        & (calls["src"] != 0)
-        & (calls["bytes"] >= LEAST_BYTES)
-        & (calls["result"] == 0)
-    )
-    if window is not None and len(rows):
-        rows = rows[window.holds(calls["process"][rows], calls["start_ns"][rows])]
+    loads = np.flatnonzero((calls["direction"] == Direction.H2D) & (calls["result"] == 0))
+    if window is not None and len(loads):
+        loads = loads[window.holds(calls["process"][loads], calls["start_ns"][loads])]
+    rows = loads[
+        np.isin(calls["kind"][loads], kinds) & (calls["src"][loads] != 0) & (calls["bytes"][loads] >= LEAST_BYTES)
+    ]
     found = []
     for process in np.unique(calls["process"][rows]).tolist():
         mine = rows[calls["process"][rows] == process]
         one = _of_process(recording, process, mine[np.argsort(calls["start_ns"][mine], kind="stable")])
-        if one is not None:
+        if one is None:
+            continue
+        loaded = int(calls["bytes"][loads[calls["process"][loads] == process]].sum())
+        if _any_named([tensor.name for tensor in one.tensors]) or int(one.bytes.sum()) >= _SHARE * loaded:
             found.append(one)
     return found
 
@@ -262,7 +263,7 @@ def _judged(
     expert = ((src[at] - firsts[of]) // strides[of])[copy] + within
     moved = strides[tensor] + np.where(within == 0, (size[at] - count * strides[of])[copy], 0)
     names = [_name(recording, int(rows[one.at[0]])) for one in found]
-    named = any(word in name.lower() for name in names for word in _NAMES)
+    named = _any_named(names)
     of_blocks = recording.transfers["process"] == recording.calls["process"][rows[0]]
     if not named and of_blocks.any():
         return None  # an engine or an adapter said that they are blocks
@@ -273,6 +274,10 @@ def _judged(
     if not named and visits - whole < _PARTIAL * visits:
         return None
     return tensors, rows[at][copy], tensor, expert, moved, slotted
+
+
+def _any_named(names: list[str]) -> bool:
+    return any(word in name.lower() for name in names for word in _NAMES)
 
 
 def _visits(tensor: Array, expert: Array) -> Array:

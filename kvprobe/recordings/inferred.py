@@ -242,6 +242,10 @@ def _by_marks(
         lost = np.where(blocked, excess, 0)
         concluded = conclude(evidence)
     if concluded.full:
+        names = recording.calls["name"][queue.calls]
+        for name in distinct(names[blocked]).tolist():  # of all its calls, the usual one may have been blocked
+            mine = blocked & (names == name)
+            queue.baseline_ns[name] = round(quantile((given.duration - lost)[mine], 0.5))
         queue.after = 0
         queue.depth = np.minimum(np.round(marked.own), evidence.most).astype(np.int32)
         queue.blocked_by(concluded, blocked, lost, "inferred")

@@ -206,7 +206,11 @@ def stream_table(recording: Recording, found: Submissions, queues: Occupancy | N
                 (percent(busy.get(row, 0) / span_ns) if busy else NONE, busy.get(row, 0) / span_ns),
             ]
         )
-    lead = "" if recording.has_executions else "The recorder did not record the device, so device time is not known. "
+    lead = (
+        ""
+        if recording.has_executions
+        else "The recorder did not record each operation of the device, so device time is not known. "
+    )
     if found.calls > len(found.rows):
         lead += (
             f"Of {found.calls:,} submissions {len(found.rows):,} were kept one by one; calls, host time, longest and "
@@ -314,7 +318,12 @@ def occupancy_charts(
     words.append(f"Calls on {_queue_name(recording, top)} began with up to {most}{ends}.")
     if len(deepest) > DRAWN:
         rest = max(int(one.depth.max(initial=0)) for one in deepest[DRAWN:])
-        words.append(f"{len(deepest) - DRAWN} more streams are not drawn: they had at most {rest:,} outstanding.")
+        more = len(deepest) - DRAWN
+        words.append(
+            f"{more} more streams are not drawn: they had at most {rest:,} outstanding."
+            if more > 1
+            else f"1 more stream is not drawn: it had at most {rest:,} outstanding."
+        )
     if not queues.reason.startswith(again):
         words.append(queues.reason[:1].upper() + queues.reason[1:] + ".")
     ceilings = {one.ceiling for one in deepest[:DRAWN] if one.ceiling > 0}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
-from kvprobe.account.lines import COPIES, HOST, IDLE, LINE_TITLES, Line, Unknown, line_of_calls
+from kvprobe.account.lines import COPIES, HOST, IDLE, LINE_TITLES, OPEN, Line, Unknown, line_of_calls
 from kvprobe.recordings.model import CallKind, Memory
 
 
@@ -15,6 +17,11 @@ def test_lines_and_reasons_are_numbered_from_nought_and_have_words():
     assert len({one.text for one in Unknown}) == 8 and len(set(LINE_TITLES.values())) == 15
     assert Line.FULL_QUEUE.key == "full_queue" and Unknown.NO_CALL.key == "no_call"
     assert set(Line) == {Line.COMPUTING, *COPIES, *IDLE} and set(HOST) < set(IDLE)
+
+
+def test_the_docs_say_which_time_is_no_time_with_work_to_do():
+    said = " ".join((Path(__file__).parents[2] / "docs" / "reading.md").read_text().split())
+    assert all(f'"{text}"' in said for text in ("nothing to do", *(one.text for one in OPEN)))
 
 
 @pytest.mark.parametrize(

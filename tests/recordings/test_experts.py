@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from kvprobe.recordings import open_recording
 from kvprobe.recordings.experts import expert_uploads
 from kvprobe.recordings.model import Direction
 from kvprobe.reuse.distances import FIRST
 from tests.recordings.experts_made import GPU, STRIDE, Slots, Trace, as_llama_cpp, in_slots, routed
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "corpus"))
+
+from grade import unpack
+
+QUEUES = Path(__file__).resolve().parents[1] / "gpu" / "data" / "queues"
 
 
 def test_what_llama_cpp_uploads_is_told_to_the_count() -> None:
@@ -83,6 +93,22 @@ def test_blocks_of_a_pool_and_layers_of_dense_weights_are_no_experts() -> None:
         written = 0x100000000 + (32 * tensor + 16) * STRIDE + (tensor // 3) * 4096
         stores.copy(GPU, written, STRIDE, Direction.D2H)
     assert expert_uploads(stores.recording()) == []
+
+
+def test_a_few_of_many_blocks_are_no_experts_however_they_lie(tmp_path: Path) -> None:
+    """A program that loads 12,000 blocks of 16 KiB in any order: 12 of them keep their offset, as experts do."""
+    path = unpack(QUEUES / "small_blocks_behind_a_forward-totals-0.kvprobe.tar.gz", tmp_path)
+    assert expert_uploads(open_recording(path)) == []
+
+
+def test_experts_beside_many_blocks_are_experts_while_they_are_a_good_part_of_the_bytes() -> None:
+    trace, uploads = as_llama_cpp()
+    moved = sum(size for _, _, size, _ in trace.rows)
+    random = np.random.default_rng(5)
+    for number in range(4 * moved // STRIDE):
+        trace.copy(0x900000000 + int(random.integers(1 << 20)) * 4160, GPU + (number + 7) * 3 * STRIDE, STRIDE)
+    (found,) = expert_uploads(trace.recording())
+    assert len(found.key) >= uploads
 
 
 def test_a_recording_without_addresses_has_none() -> None:

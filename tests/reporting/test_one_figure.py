@@ -1,6 +1,7 @@
 """One figure for one thing on the page: each says of what it is, and no two of them contradict each other."""
 
 import re
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -115,3 +116,12 @@ def test_a_cost_of_nothing_is_no_share_of_a_time():
     assert cost_text(23_100_000, 0.0).replace("\u00a0", " ") == "nothing (23.1 ms lost beside the GPU's work)"
     assert cost_text(23_100_000, 0.07).replace("\u00a0", " ") == "7.0% (23.1 ms lost)"
     assert cost_text(0, 0.0) == "nothing"
+
+
+def test_a_stream_that_is_left_out_and_a_device_seen_by_marks_are_spoken_of_as_they_are(tmp_path):
+    with tarfile.open(DATA / "corpus" / "run" / "thousands_of_small_stores.kvprobe.tar.gz") as packed:
+        packed.extractall(tmp_path, filter="data")
+    recording = open_recording([tmp_path / "thousands_of_small_stores"])
+    said = str(view(recording, diagnose(recording)))
+    assert "1 more stream is not drawn: it had at most 1 outstanding." in said
+    assert "did not record each operation of the device" in said
