@@ -191,10 +191,10 @@ def _why_slow(slow: float, could: Carried, several: bool) -> tuple[Change, ...]:
     """What comes before fewer bytes where the link may be able to carry more: then as many bytes take less time."""
     if not slow:
         return ()
-    shared = ". Also let one GPU load at a time: if it then is faster, the GPUs share a link" if several else ""
+    shared = ", also with one GPU loading at a time" if several else ""
     text = (
-        f"Find out why the link carries only {slow / 1e9:.1f} GB/s ({could.link} carries {could.rate / 1e9:.0f} "
-        "GB/s): `kvprobe doctor` measures it, and `nvidia-smi -q -d PCIE` shows its generation and width under load"
+        f"Find out why the link carries only {slow / 1e9:.1f} GB/s ({could.link} carries {could.rate / 1e9:.0f} GB/s): "
+        "`kvprobe doctor` shows its lanes and its rate"
     )
     return (Change(f"{text}{shared}", "setting"),)
 

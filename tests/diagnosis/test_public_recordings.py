@@ -56,7 +56,7 @@ def test_a_slow_link_is_looked_into_before_fewer_bytes_are_moved(found):
     assert finding.confidence == "likely"
     first, second = finding.cure[:2]
     assert first.text.startswith("Find out why the link carries only 27.7 GB/s (PCIe 5.0 x16 carries 55 GB/s)")
-    assert "`kvprobe doctor`" in first.text and "one GPU load at a time" in first.text
+    assert "`kvprobe doctor`" in first.text and "one GPU loading at a time" in first.text
     assert second.text.startswith("Move fewer bytes")
 
 
