@@ -48,7 +48,7 @@ def command(
     that opens without a network.
     """
     from kvprobe.reporting import check_writable, write_report
-    from kvprobe.reporting.headline import NO_CAUSE, terminal_lines
+    from kvprobe.reporting.headline import NO_CAUSE, WORDS, terminal_lines
 
     check_writable(output, force=force)
     refuse_input(output, inputs)
@@ -81,10 +81,9 @@ def command(
         elif named:
             for line in terminal_lines(recording, named[0]):
                 click.echo(plain(line))
-            for one in named[1:]:
-                click.echo(plain(f"also: {one.title} ({one.cause})"))
-            for one in [one for one in told if one.severity == "info"]:
-                click.echo(plain(f"also, for information: {one.title}{_waited(one)} ({one.cause})"))
+            for one in [*named[1:], *(one for one in told if one.severity == "info")]:
+                waited = _waited(one) if one.severity == "info" else ""
+                click.echo(plain(f"also, {WORDS[one.severity].lower()}: {one.title}{waited} ({one.cause})"))
             _print_open(findings, named[0])
         else:
             said = f"{verdict.reason}{NO_CAUSE}" if verdict.state == "found" else verdict.reason
@@ -114,7 +113,7 @@ def _print_open(findings: Examination, first: Finding) -> None:
     """What cost more than the first finding and could not be decided, and how to record it so that it can be."""
     from kvprobe.commands._reading import plain
 
-    unproven = [one for one in findings if one.abstains and one.lost_ns > first.lost_ns]
+    unproven = [one for one in findings if one.abstains and one.lost_ns > _cost(first, one)]
     if not unproven:
         return
     largest = max(unproven, key=lambda one: one.lost_ns)
@@ -122,6 +121,12 @@ def _print_open(findings: Examination, first: Finding) -> None:
     click.echo(plain(f"Undecided: {largest.title} ({largest.cause})"))
     if how:
         click.echo(plain(f"To decide it: {how[:1].lower()}{how[1:]}"))
+
+
+def _cost(first: Finding, other: Finding) -> int:
+    """What the first finding cost in the time that the other is about: a GPU's, or that of threads and copies."""
+    of_gpu = other.lost_on == "device" and first.device_ns is not None and not first.no_kernel_follows
+    return first.device_ns if of_gpu and first.device_ns is not None else first.lost_ns
 
 
 def _print_beside(recording: Recording) -> None:

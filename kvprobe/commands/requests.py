@@ -41,7 +41,8 @@ def command(inputs: tuple[Path, ...], steps_by: str, otlp: str | None, as_json: 
     """Say how long requests waited for their tokens, which requests were late, and which lines of the account say why.
 
     The account says where the time of each GPU went, in lines such as "computing" and "waiting for copies". The
-    recording must show the steps of the server: the server calls `kvprobe.mark` at each step, sends each step to the
+    recording must show the steps of the server. Under `kvprobe run`, vLLM and SGLang that offload, and transformers'
+    `generate`, tell them by themselves. Any other server calls `kvprobe.mark` at each step, sends each step to the
     socket `steps.sock` in the run folder, or names its steps in NVTX ranges (--steps-by). docs/requests.md shows how.
 
     A request is late if it waited too long for at least one token. A wait or a step is too long if it is above Tukey's
@@ -60,7 +61,9 @@ def command(inputs: tuple[Path, ...], steps_by: str, otlp: str | None, as_json: 
         REQUESTS.print(document(told))
     elif told is None:
         click.echo(
-            "Undecided: the recording shows no steps; mark them (kvprobe.mark), or name NVTX ranges with --steps-by"
+            "Undecided: the recording shows no steps. Under `kvprobe run`, vLLM and SGLang that offload, and "
+            "transformers' generate, tell them by themselves; in any other program, mark them (kvprobe.mark), or name "
+            "NVTX ranges with --steps-by"
         )
     else:
         _print(told)
@@ -134,15 +137,17 @@ def _print(told: Requests) -> None:
     from kvprobe.commands._tables import print_table
     from kvprobe.reporting import late
     from kvprobe.reporting.units import NONE
+    from kvprobe.reporting.views import left_out
 
     console = Console(highlight=False)
     console.soft_wrap = not console.is_terminal
     for sentence in late.sentences(told):
         console.print(Text(plain(sentence)))
-    for title, columns, rows, spared in (
-        ("Steps by phase", late.PHASE_COLUMNS, late.phase_rows(told), ("Late from",)),
-        ("Late requests", late.REQUEST_COLUMNS, late.request_rows(told), ("Late steps", "Late tokens")),
-        ("Late steps", late.STEP_COLUMNS, late.step_rows(told), ("Requests", "Took", "Phase")),
+    requests, steps = len(told.late_requests), told.late_steps
+    for title, columns, rows, of, spared in (
+        ("Steps by phase", late.PHASE_COLUMNS, late.phase_rows(told), len(told.phases), ("Late from",)),
+        ("Late requests", late.REQUEST_COLUMNS, late.request_rows(told), requests, ("Late steps", "Late tokens")),
+        ("Late steps", late.STEP_COLUMNS, late.step_rows(told), steps, ("Requests", "Took", "Phase")),
     ):
         if not rows:
             continue
@@ -155,3 +160,5 @@ def _print(told: Requests) -> None:
             grid.add_row(*(Text(plain(row[i])) for i in told_of))
         wrapped = ("Request", "Mostly", "Cause", "Longest call")
         print_table(console, grid, wrapped=wrapped, spared=spared, rest="--json")
+        if of > len(rows):
+            console.print(Text(f"{left_out(len(rows), of)} --json has all.", style="dim"))

@@ -134,9 +134,9 @@ class Change:
             where it was not modelled.
         ends: whether it takes away what the calls waited for. Any other change lets the thread go on, and saves no more
             than until the thread waits for the same thing elsewhere.
-        predicted_saving_ns: wall time that it saves: of the time that a GPU waits, and where no GPU was seen or none
-            computes, of the thread's; filled in when the loss is known, None where it was not modelled, or where no
-            kernel follows that a GPU could have waited with.
+        predicted_saving_ns: wall time that it saves: of the time that a GPU waits, and where no GPU was seen, of the
+            thread's; filled in when the loss is known, None where it was not modelled, or where no kernel follows that
+            a GPU could have waited with.
         thread_saving_ns: time that threads are held up less, whether or not a GPU waits for them; None where it was not
             modelled.
     """
@@ -368,7 +368,8 @@ class Finding:
         device_ns: of the time in which a GPU ran no kernel, what this explains (`kvprobe.account`); None where the
             recording does not show what the GPUs did.
         window_ns: length of the window of that GPU; 0 where none was seen.
-        no_kernel_follows: most of what threads lost lies behind the last kernel: whether a GPU waited, nothing shows.
+        no_kernel_follows: most of what threads lost lies behind the last kernel, or a GPU was seen and ran none:
+            whether it waited, nothing shows.
         cost_share: what its severity goes by, 0 to 1: the GPU's loss, of the window; or what its threads lost where
             nothing shows what that cost the GPU, of their time; the greater of the two.
         at_stake: the severity by the time lost alone: of one that abstains, what it would have were it told.

@@ -620,7 +620,10 @@ class JoinedRecording(Joined):
             possible = loss.ns
         # Where no time is known, none is predicted to be saved: 0 would put the change behind all others.
         spared = loss.ns if loss.on == "host" else 0
-        open_ = explained.saved_ns is not None and not possible and 2 * explained.open_ns > loss.ns
+        if explained.saved_ns is not None:
+            open_ = not possible and 2 * explained.open_ns > loss.ns
+        else:
+            open_ = explained.device_ns is not None and loss.on == "host"  # a GPU was seen, and none computes
         whole = possible
         if explained.device_ns and any(change.ends for change in more["cure"]):
             whole += self.explainer.take(min(loss.ns, explained.device_ns) - possible)

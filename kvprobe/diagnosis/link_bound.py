@@ -8,8 +8,9 @@ and most of the time without kernels lies between kernels. (What is copied befor
 are loaded once, or after the last one does not show that a model waits.)
 
 The link's rate is the machine's figure if the recording has one. Otherwise it is the rate of the fastest large copies
-in the recording. If this rate is below 44 GB/s, the finding is only likely: the link may carry more, because PCIe 5.0
-x16 carries 55 GB/s.
+in the recording. If this rate is below 80% of what the GPU's link carries, the finding is only likely, and the first
+change is to find out why the link is slow. The recording tells the link's generation and lanes, or the GPU's name does.
+If neither does, kvprobe compares with PCIe 5.0 x16, which carries 55 GB/s.
 
 Other findings about copies come first: small, redundant or slow copies, and copies that could have run beside kernels.
 This finding counts only the time of the copy engine that they leave. A finding about a thread, such as a full launch
@@ -34,7 +35,7 @@ from kvprobe.diagnosis.joined import DIRECTIONS, Array, JoinedRecording, ms, sha
 from kvprobe.diagnosis.wasted_stores import no_addresses
 from kvprobe.diagnosis.weights_not_overlapped import CAUSE as WEIGHTS
 from kvprobe.recordings.intervals import Cover, distinct
-from kvprobe.recordings.link_rate import ASSUMED, FROM_COPIES, PCIE_5
+from kvprobe.recordings.link_rate import ASSUMED, FROM_COPIES, PCIE_5, Carried, carried
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
 
 CAUSE = cause_of(__name__)
@@ -146,8 +147,9 @@ def find(joined: JoinedRecording) -> Finding | None:
         rows,
         np.concatenate(losses),
         evidence=evidence,
-        reason=_doubt(slow),
+        reason=_doubt(slow, carried(joined.recording)),
         cure=(
+            *_why_slow(slow, carried(joined.recording), several),
             *_fewer(joined, rows),
             FASTER if several else SPREAD,
             *((REPEATED,) if no_addresses(joined) else ()),
@@ -169,20 +171,32 @@ def _of_gpu(gpu: str, exposed: int, explained: int, other: int) -> list[Evidence
 
 
 def _slow_link(joined: JoinedRecording) -> float:
-    """The rate of a link that only its own copies tell, and that is slow for a PCIe 5.0 link; 0: neither is so."""
+    """The rate of a link that only its own copies tell, and that is slow for this GPU; 0: neither is so."""
     known = [joined.link(one) for one in (Direction.H2D, Direction.D2H)]
     rate = max((rate for rate, how in known if how == FROM_COPIES), default=0.0)
-    return rate if rate < FULL * PCIE_5 else 0.0
+    return rate if rate < FULL * carried(joined.recording).rate else 0.0
 
 
-def _doubt(slow: float) -> str:
+def _doubt(slow: float, could: Carried) -> str:
     """What speaks against it, where the link may be able to carry more."""
     if not slow:
         return ""
     return (
-        f"the link may carry more: {slow / 1e9:.1f} GB/s is what its fastest copies reached here. PCIe 5.0 x16 carries "
-        f"{PCIE_5 / 1e9:.0f} GB/s, and `kvprobe doctor` measures yours"
+        f"the link may carry more: {slow / 1e9:.1f} GB/s is what its fastest copies reached here. {could.link} carries "
+        f"{could.rate / 1e9:.0f} GB/s, and `kvprobe doctor` measures yours"
     )
+
+
+def _why_slow(slow: float, could: Carried, several: bool) -> tuple[Change, ...]:
+    """What comes before fewer bytes where the link may be able to carry more: then as many bytes take less time."""
+    if not slow:
+        return ()
+    shared = ", also with one GPU loading at a time" if several else ""
+    text = (
+        f"Find out why the link carries only {slow / 1e9:.1f} GB/s ({could.link} carries {could.rate / 1e9:.0f} GB/s): "
+        "`kvprobe doctor` shows its lanes and its rate"
+    )
+    return (Change(f"{text}{shared}", "setting"),)
 
 
 def _fewer(joined: JoinedRecording, rows: Array) -> tuple[Change, ...]:

@@ -188,19 +188,16 @@ def _copies(joined: JoinedRecording, gpu: GpuAccount, alone: Cover) -> _Alone:
 
 
 def _submitted(found: _Alone) -> list[Evidence]:
-    """Whether these copies were submitted too late, or in time and held back."""
-    late, held, of = int(found.late.sum()), int(found.held.sum()), f"of {len(found.rows):,} copies were submitted"
-    out = []
-    if late:
-        text = f"{late:,} {of} only when no kernel was running any more: too late to run while the GPU computes"
-        out.append(Evidence(text, late, "calls", COUNTED))
-    if held:
-        text = (
-            f"{held:,} {of} early enough to run beside kernels. They began only after the kernels, because they had "
-            "to wait for an event or for other copies in their stream"
-        )
-        out.append(Evidence(text, held, "calls", COUNTED))
-    return out
+    """Whether these copies were submitted too late, or in time and held back: what most of them were comes first."""
+    of = f"of {len(found.rows):,} copies were submitted"
+    too_late = f"{of} only when no kernel was running any more: too late to run while the GPU computes"
+    early = (
+        f"{of} early enough to run beside kernels. They began only after the kernels, because they had to wait for an "
+        "event or for other copies in their stream"
+    )
+    counts = [(int(found.late.sum()), too_late), (int(found.held.sum()), early)]
+    counts.sort(key=lambda one: -one[0])  # the page has the first of them under its verdict: the rule, no exception
+    return [Evidence(f"{count:,} {text}", count, "calls", COUNTED) for count, text in counts if count]
 
 
 def _launched(joined: JoinedRecording, gpu: GpuAccount, late: int, lost: int) -> list[Evidence]:

@@ -253,12 +253,15 @@ def expand(path: Path) -> list[Path]:
     return [path / name for name in names if name.endswith(suffixes) and (path / name).is_file()] or [path]
 
 
-def expand_deeply(path: Path) -> list[Path]:
-    """All recordings in a folder and the folders in it, links left aside; anything else is itself."""
+def expand_deeply(path: Path, also: tuple[str, ...] = ()) -> list[Path]:
+    """All recordings in a folder and the folders in it, links left aside; anything else is itself.
+
+    Files whose names end in one of `also` are among them.
+    """
     if not path.is_dir():
         return [path]
     found = []
-    suffixes = _suffixes()
+    suffixes = (*_suffixes(), *also)
     for folder, inner, names in os.walk(path):
         here = Path(folder)
         if {"kvprobe.json", "run.json"} & set(names) or any(name.endswith(".kvp") for name in names):

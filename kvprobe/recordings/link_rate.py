@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+import re
+from typing import NamedTuple
+
 import numpy as np
 
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.model import Array, Direction, Engine, Memory, Recording
 
-__all__ = ["ASSUMED", "FROM_COPIES", "LARGE_BYTES", "PCIE_5", "link_rate"]
+__all__ = ["ASSUMED", "FROM_COPIES", "LARGE_BYTES", "PCIE_5", "Carried", "carried", "link_rate"]
 
 LARGE_BYTES = 1 << 20  # a copy this large runs at nearly the link's rate
 PCIE_5 = 55e9  # bytes per second of large copies over PCIe 5.0 x16 (H100, H200), where nothing tells the link
 ASSUMED = "assumed: PCIe 5.0 x16"  # how that is known
 FROM_COPIES = "fastest large copies seen here"  # how a rate is known that is at least so high
+
+# NVIDIA's GPUs of older links, by their names; each has 16 lanes. One of another name may have the newest.
+_GENERATION_3 = re.compile(r"\b(P100|V100S?|TITAN|T4|Quadro RTX|(GTX|RTX) (1[06]|20)\d\d)\b")
+_GENERATION_4 = re.compile(r"\b(A100|A800|A30|A40|A10G?|A16|L4|L40S?|L20|RTX A\d{4}|RTX [34]0\d\d|RTX \d{4} Ada)\b")
+
+
+class Carried(NamedTuple):
+    """What a link of this GPU can carry: `link` names it ("PCIe 5.0 x16"), `rate` is in bytes per second."""
+
+    link: str
+    rate: float
+
+
+def carried(recording: Recording) -> Carried:
+    """What large copies reach over the link that this GPU is made for; PCIe 5.0 x16 where nothing tells it."""
+    machine = recording.machine
+    try:
+        generation, lanes = int(machine["pcie_gen_max"]), int(machine["pcie_width_max"])
+    except (KeyError, TypeError, ValueError):
+        name = re.sub(r"[-_]", " ", str(machine.get("gpu", "")))
+        generation, lanes = 3 if _GENERATION_3.search(name) else 4 if _GENERATION_4.search(name) else 5, 16
+    return Carried(f"PCIe {generation}.0 x{lanes}", PCIE_5 * 2.0 ** (generation - 5) * lanes / 16)
 
 
 def link_rate(recording: Recording, direction: Direction) -> tuple[float, str]:

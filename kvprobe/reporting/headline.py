@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = [
     "NO_CAUSE",
     "Fact",
+    "WORDS",
     "PageHead",
     "Part",
     "call_text",

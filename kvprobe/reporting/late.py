@@ -51,9 +51,13 @@ def _waits(name: str, one: Waits) -> str:
     if not said["count"]:
         return f"{name}: none was recorded."
     parts = sorted(said["tail_ns"].items(), key=lambda item: -item[1])
-    waited = [f"{duration(ns)} {_TITLES[key]}" for key, ns in parts if key != Line.COMPUTING.key and ns > 0][:2]
+    waits = [key for key, ns in parts if key != Line.COMPUTING.key and ns > 0][:2]
+    told = [f"{duration(ns)} {_TITLES[key]}" for key, ns in parts if key in (Line.COMPUTING.key, *waits) and ns > 0]
     text = f"{name}: p50 {duration(said['p50_ns'])}, p99 {duration(said['p99_ns'])}"
-    return f"{text}. On average, the slowest 1% include {' and '.join(waited)} each." if waited else f"{text}."
+    if not waits:
+        return f"{text}."
+    listed = " and ".join([", ".join(told[:-1]), told[-1]]) if len(told) > 1 else told[0]
+    return f"{text}. On average, the slowest 1% include {listed} each."
 
 
 def sentences(told: Requests) -> list[str]:

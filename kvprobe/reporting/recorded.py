@@ -637,12 +637,13 @@ def _lost(finding: Finding, what: str) -> str:
     whose = " of the GPU that waited most" if several else ""
     if finding.device_share is None or finding.device_ns is None:
         return "; ".join(said) or (f"{duration(finding.lost_ns)} lost" if finding.lost_ns else "")
-    if finding.device_ns:
+    if finding.no_kernel_follows:
+        said.append("no kernel follows, so nothing shows whether the GPU waited")
+    elif finding.device_ns:
         waited = f"the GPU waited {duration(finding.device_ns)}"
         said.append(f"{waited}, {percent(finding.device_share)} of the serving window{whose}")
     elif finding.lost_ns:
-        untold = "no kernel follows, so nothing shows whether the GPU waited"
-        said.append(untold if finding.no_kernel_follows else "the GPU did not wait for it")
+        said.append("the GPU did not wait for it")
     return "; ".join(said)
 
 

@@ -88,7 +88,8 @@ def sentences(one: Sizing) -> list[str]:
     """What the figures say, in the order in which somebody asks."""
     out = [f"Requests asked for {one.asked:,} blocks, and {percent(one.hit_share)} of them were found."]
     if one.followed < 1:
-        out[0] += f" This is from a sample of {percent(one.followed)} of the blocks."
+        of = percent(one.followed)
+        out[0] += f" Both are counted over all blocks; all other shares are from a sample of {of} of the blocks."
     if one.undecided:
         out.append(f"It is undecided which size the pool should have: {one.undecided}.")
     elif one.advised is not None:

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "corpus"))
+
+from grade import unpack
+
+DATA = Path(__file__).resolve().parents[1] / "gpu" / "data"
 
 
 def test_a_recording_becomes_a_page_that_names_the_cause(kvprobe, export: Path, tmp_path: Path) -> None:
@@ -128,6 +135,33 @@ def test_the_terminal_says_how_to_record_what_cost_most_and_is_undecided(kvprobe
     assert "\nTo decide it: " in out and "osrt" in out
     _, out, _ = kvprobe("report", ACCOUNTS / "torch_pin_memory_for_each_request.sqlite.gz", "-o", tmp_path / "b.html")
     assert "Undecided" not in out
+
+
+def test_an_undecided_wait_is_weighed_against_what_the_first_finding_cost_the_gpu(kvprobe, tmp_path: Path) -> None:
+    """A GPU that waited 18.8 ms for a thread's 51.1 ms, and stood idle for another 33.0 ms before the first kernel."""
+    recording = unpack(DATA / "queues" / "small_blocks_behind_a_forward-totals-0.kvprobe.tar.gz", tmp_path)
+    _, out, _ = kvprobe("report", recording, "-o", tmp_path / "page.html")
+    assert "\nUndecided: Nothing ran for 33.0 ms between copies" in out
+    assert "\nTo decide it: record a run in which the model computes" in out
+    assert "\nalso, warning: " in out
+
+
+@pytest.mark.parametrize(
+    "packed",
+    ["corpus/nsys/loads_on_one_stream.sqlite.gz", "queues/large_blocks-totals-0.kvprobe.tar.gz"],
+)
+def test_where_no_kernel_ran_a_saving_is_the_thread_s_alone(kvprobe, tmp_path: Path, packed: str) -> None:
+    recording = unpack(DATA / packed, tmp_path)
+    _, out, _ = kvprobe("report", recording, "-o", tmp_path / "page.html")
+    assert "predicted to free the thread for" in out
+    assert "nothing shows whether that saves wall time" in out
+    assert "predicted to save" not in out
+    page = (tmp_path / "page.html").read_text()
+    assert "nothing shows whether the GPU waited" in page
+    assert "the GPU did not wait" not in page and "The first change saves" not in page
+    _, out, _ = kvprobe("report", recording, "-o", tmp_path / "page.html", "--json")
+    (full,) = [one for one in json.loads(out)["findings"] if one["cause"] == "launch_queue_saturation"]
+    assert full["severity"] == "critical" and full["predicted_saving_ns"] is None
 
 
 def test_what_was_proven_is_not_called_unproven_in_an_undecided_recording(kvprobe, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
@@ -52,6 +53,16 @@ def test_worst_first_with_time_depth_stream_and_file(kvprobe, tmp_path: Path) ->
     # 300 calls wait for a copy of 300 us each, 200 in the other
     lost = [float(line[1].removesuffix(" ms")) for line in lines[:2]]
     assert lost == pytest.approx([90, 60], rel=0.02)
+
+
+def test_a_packed_run_folder_is_not_passed_over_in_silence(kvprobe, tmp_path: Path) -> None:
+    trace(tmp_path / "a.json", calls=50)
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / "b.kvprobe.tar.gz").write_bytes(gzip.compress(b"archive"))
+    code, out, err = kvprobe("triage", tmp_path)
+    assert code == 1
+    assert "a.json" in out
+    assert "b.kvprobe.tar.gz: kvprobe does not unpack this: unpack it with tar -xf" in err
 
 
 def test_time_of_several_causes_is_divided_as_a_report_does(kvprobe, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from kvprobe.diagnosis import examine
 from kvprobe.diagnosis.waiting_for_copies import AHEAD, BEHIND, HELD
 from kvprobe.recordings import open_recording
+from kvprobe.reporting.headline import of_recording
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "corpus"))
 
@@ -30,3 +31,10 @@ def test_the_change_fits_what_held_the_copies_up(program, change, what, evidence
     assert f"for {what} (" in finding.title
     assert finding.cure[0].text.startswith(change.text)
     assert any(evidence in one.text for one in finding.evidence)
+
+
+def test_the_verdict_says_what_held_up_most_copies_and_not_the_exception(tmp_path):
+    recording = open_recording(unpack(DATA / "copies_between_the_kernels_of_one_stream.json.gz", tmp_path))
+    page = of_recording(recording, examine(recording), 0, 0.0, 0.0)
+    assert "998 of 1,000 copies were submitted early enough" in page.detail
+    assert "1 of 1,000" not in page.detail

@@ -51,6 +51,15 @@ def test_h100_lost_what_cupti_labels_in_each_process(found):
     assert any("1,135 to 1,141" in evidence.text for evidence in finding.evidence)
 
 
+def test_a_slow_link_is_looked_into_before_fewer_bytes_are_moved(found):
+    finding = found(H100)["link_bound"]
+    assert finding.confidence == "likely"
+    first, second = finding.cure[:2]
+    assert first.text.startswith("Find out why the link carries only 27.7 GB/s (PCIe 5.0 x16 carries 55 GB/s)")
+    assert "`kvprobe doctor`" in first.text and "one GPU loading at a time" in first.text
+    assert second.text.startswith("Move fewer bytes")
+
+
 def test_h100_is_found_saturated_without_the_labels_too(shared_data):
     from kvprobe.recordings.model import Table
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import runpy
+import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -12,19 +16,25 @@ import pytest
 
 from kvprobe import cli
 from kvprobe.account import COPIES, Account, Line, account_of
+from kvprobe.commands import requests
+from kvprobe.instrument import event_log
 from kvprobe.output import REQUESTS
+from kvprobe.recordings import open_recording
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.model import CallKind, Direction, Engine, Phase, Recording, RequestTime, Source, Table
 from kvprobe.recordings.parquet import write
 from kvprobe.recordings.serving import ServingWindow
 from kvprobe.recordings.vocabulary import Names
-from kvprobe.reporting import build_page
+from kvprobe.reporting import build_page, late
+from kvprobe.reporting.units import duration
 from kvprobe.requests import LEAST, LOAD, TURN, Requests, of_account, usual
 from kvprobe.requests.late import Waits, _StepSplit
 from kvprobe.requests.served import served
 from kvprobe.requests.split import PARTS
+from kvprobe.runfolder.folder import RunFolder
 
-LATE = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "late_requests.py"))
+ROOT = Path(__file__).parents[2]
+LATE = runpy.run_path(str(ROOT / "benchmarks" / "late_requests.py"))
 MS = 1_000_000
 
 
@@ -278,7 +288,47 @@ def test_a_recording_without_steps_is_undecided(tmp_path, capsys):
         recording.tables[kind] = Table(kind)
     write(recording, tmp_path / "none")
     assert cli.main(["requests", str(tmp_path / "none")]) == 1
-    assert "Undecided: the recording shows no steps" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "Undecided: the recording shows no steps" in said
+    assert "vLLM and SGLang that offload, and transformers' generate, tell them by themselves" in said
+
+
+def test_every_adapter_that_tells_steps_is_named_where_one_asks_how(capsys):
+    servers = {path.name.removesuffix("_steps.py") for path in (ROOT / "patches").glob("*_steps.py")}
+    assert servers == {"vllm", "sglang", "transformers"}
+    assert cli.main(["requests", "--help"]) == 0
+    help_text, page = capsys.readouterr().out.lower(), (ROOT / "docs" / "requests.md").read_text()
+    for server in servers:
+        assert server in help_text
+        assert f"`{server}.steps`" in page
+
+
+def test_the_example_of_a_mark_is_a_step_of_the_recording(tmp_path, monkeypatch):
+    page = (ROOT / "docs" / "requests.md").read_text()
+    code = next(one for one in re.findall(r"```python\n(.*?)```", page, re.S) if "kvprobe.mark(" in one)
+    RunFolder(tmp_path).write_run({"pid": os.getpid(), "command": ["server"]})
+    monkeypatch.setenv("KVPROBE_RUN", str(tmp_path))
+    monkeypatch.delenv("KVPROBE", raising=False)
+    ran = []
+    exec(textwrap.dedent(code), {"model": SimpleNamespace(forward=ran.append), "batch": 3})
+    event_log.flush()
+    recording = open_recording(tmp_path)
+    assert ran == [3]
+    assert recording.steps["step"].tolist() == [7] and recording.steps["phase"].tolist() == [Phase.DECODE]
+    assert [recording.text(int(name)) for name in recording.step_requests["request"]] == ["a", "b"]
+    assert recording.step_requests["tokens"].tolist() == [1, 1]
+
+
+def test_the_slowest_waits_include_what_was_computed_and_a_cut_table_says_so(loop, capsys):
+    _, _, told = loop
+    tail = told.between_tokens.to_json()["tail_ns"]
+    said = late.sentences(told)[0]
+    assert tail["computing"] > 0
+    assert f"{duration(tail['computing'])} computing" in said
+    requests._print(told)
+    printed = capsys.readouterr().out
+    assert len(told.late_requests) > late.SHOWN
+    assert f"The first {late.SHOWN} of {len(told.late_requests)} rows. --json has all." in printed
 
 
 def with_copy(recording: Recording, begin: float, end: float, waits: bool) -> Recording:

@@ -101,6 +101,17 @@ def test_what_the_recording_is_too_short_for_is_undecided() -> None:
     assert "undecided" not in sentences(found)[1]
 
 
+def test_what_is_counted_over_all_blocks_is_not_called_a_sample() -> None:
+    recording = noted(zipf(), 100)
+    pools = recording.block_pools
+    pools["followed"][:], pools["loaded"][:], pools["stored"][:] = 0.5, 1_000, 3_000
+    (found,) = of_recording(recording)
+    assert sentences(found)[0] == (
+        "Requests asked for 4,000 blocks, and 25% of them were found. Both are counted over all blocks; all other "
+        "shares are from a sample of 50% of the blocks."
+    )
+
+
 def test_time_saved_and_the_break_even_length_come_from_measured_rates() -> None:
     recording = noted(
         zipf(), 500, hit_tokens=16_000, loaded_blocks=1_000, waited_ns=20_000_000, prefill_ns_per_token=5_000.0
