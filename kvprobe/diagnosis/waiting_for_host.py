@@ -89,6 +89,7 @@ CURES: dict[Line, Change] = {
     Line.TIER: Change("Read ahead of the step that needs the bytes, on another thread", share=1.0),
     Line.ELSEWHERE: Change("Do the thread's other work while the GPU runs the step before", share=1.0),
 }
+AT_ONCE = 1 << 19  # calls looked at together: a recording may have millions
 BESIDE = (Line.PYTHON, Line.TIER, Line.ELSEWHERE)  # their changes move work beside the GPU's, and take none away
 
 
@@ -234,14 +235,22 @@ def _part(joined: JoinedRecording, gpu: GpuAccount, line: Line, mine: Array) -> 
 def _calls(joined: JoinedRecording, gpu: GpuAccount, part: _Part) -> tuple[TracedCall, ...]:
     """The calls inside of which the GPU waited for its threads longest; none where they were outside of calls."""
     cut = gpu.stretches
-    lines = line_of_calls(joined.kind, joined.memory)
-    rows = np.flatnonzero((lines == part.line) & ~joined.nested & (joined.kind != CallKind.OTHER))
-    lost = np.zeros(len(rows), dtype=np.int64)
+    covers = {}
     for caller in np.unique(cut.caller[part.mine]).tolist():
-        here, theirs = part.mine & (cut.caller == caller), joined.caller[rows] == caller
-        cover = Cover(cut.start[here], cut.end[here])
-        lost[theirs] = cover.within(joined.start[rows[theirs]], joined.end[rows[theirs]])
-    return longest(joined, rows[lost > 0], lost[lost > 0])
+        here = part.mine & (cut.caller == caller)
+        covers[caller] = Cover(cut.start[here], cut.end[here])
+    rows, lost = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    for first in range(0, len(joined.kind), AT_ONCE):
+        some = slice(first, first + AT_ONCE)
+        kind = joined.kind[some]
+        counts = (line_of_calls(kind, joined.memory[some]) == part.line) & ~joined.nested[some]
+        of_line = first + np.flatnonzero(counts & (kind != CallKind.OTHER))
+        for caller, cover in covers.items():
+            theirs = of_line[joined.caller[of_line] == caller]
+            inside = cover.within(joined.start[theirs], joined.end[theirs])
+            rows.append(theirs[inside > 0])
+            lost.append(inside[inside > 0])
+    return longest(joined, np.concatenate(rows), np.concatenate(lost))
 
 
 def _call_of_most(joined: JoinedRecording, gpu: GpuAccount, mine: Array) -> tuple[str, int]:

@@ -107,14 +107,16 @@ class _Group:
 def _grouped(recording: Recording, found: Submissions, *columns: str) -> list[_Group]:
     """Submissions grouped by columns of `calls`, most host time first; by exact totals where single calls were lost."""
     calls = recording.calls
-    picked = [calls[column][found.rows] for column in columns]
+    every = len(found.rows) == calls.rows  # then nothing is copied: a recording may have millions of them
+    picked = [calls[column] if every else calls[column][found.rows] for column in columns]
     kinds, place = codes(picked[0]) if len(picked) == 1 else pairs(*picked)
+    del picked
     out: dict[tuple[int, ...], _Group] = {}
     for part in positions(place, len(kinds)) if len(found.rows) else []:
-        durations = found.dur_ns[part]
+        durations, rows = found.dur_ns[part], part if every else found.rows[part]
         half, high, top = charts.quantiles(durations, 0.5, 0.99, 1.0)
-        named = tuple(int(calls[column][found.rows[part[0]]]) for column in columns)
-        payload = float(calls["bytes"][found.rows[part]].sum())
+        named = tuple(int(calls[column][rows[0]]) for column in columns)
+        payload = float(calls["bytes"][rows].sum())
         out[named] = _Group(named, part, len(part), payload, (float(durations.sum()), half, high, top))
     if found.calls > len(found.rows):
         out |= _counted(recording, out, columns)
