@@ -67,7 +67,7 @@ def print_table(
     ).print(table)
     if left_out and rest:
         console.print(
-            Text(f"This terminal is too narrow for {', '.join(left_out)}; {rest} prints them.", "dim"), soft_wrap=True
+            Text(f"This terminal is too narrow for {', '.join(left_out)}; {rest} prints all.", "dim"), soft_wrap=True
         )
 
 

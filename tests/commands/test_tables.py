@@ -53,7 +53,7 @@ def test_in_a_terminal_every_word_is_there_and_no_line_is_longer(monkeypatch: py
 def test_a_column_that_does_not_fit_is_left_out_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     lines = printed(60, ("First token",))
-    assert lines[-1] == "This terminal is too narrow for First token; --json prints them."
+    assert lines[-1] == "This terminal is too narrow for First token; --json prints all."
     assert set(" ".join((ROW[0], *ROW[2:])).split()) <= set(" ".join(lines[:-1]).split())
 
 
