@@ -256,10 +256,11 @@ def test_loads_have_as_many_ctas_as_before_once_nobody_else_uses_the_link(pools:
             p.runtime.stream_synchronize(stream)
             return (after.cta_bytes[0] - before.cta_bytes[0]) / (after.bytes[0][kernel] - before.bytes[0][kernel])
 
-        assert ctas(0) == 4
+        usual = ctas(0)
+        assert usual > 1
         for _ in range(4):
             ctas(16)
-        assert [ctas(0) for _ in range(3)] == [4, 4, 4]
+        assert [ctas(0) for _ in range(3)] == [usual, usual, usual]
     for region in other[:2]:
         region.owner.close()
     other[2].close()
