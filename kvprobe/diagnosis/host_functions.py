@@ -26,7 +26,9 @@ __all__ = [
     "waits_for_functions",
 ]
 
-LEAST_NS = 50_000  # a thread that the end of a kernel wakes goes on within this, with or without a function behind it
+SHORTEST_NS = (
+    50_000  # a thread that the end of a kernel wakes goes on within this, with or without a function behind it
+)
 
 HELD = (
     "what ran next had been submitted, but stood in its stream behind a host function, and the GPU waits until such a "
@@ -93,7 +95,7 @@ def waits_for_functions(joined: JoinedRecording, gpu: GpuAccount, mine: Array) -
     """
     cut = gpu.stretches
     mask, put = np.zeros(len(cut.line), dtype=bool), np.full(len(cut.line), NOBODY, dtype=np.int64)
-    waits = mine & (cut.line == Line.WAITING_FOR_DEVICE) & (cut.ns >= LEAST_NS)
+    waits = mine & (cut.line == Line.WAITING_FOR_DEVICE) & (cut.ns >= SHORTEST_NS)
     for caller in np.unique(cut.caller[waits]).tolist():
         here = np.flatnonzero(waits & (cut.caller == caller))
         put[here] = put_last(joined, caller, cut.start[here] + 1)

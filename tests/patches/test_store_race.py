@@ -123,7 +123,7 @@ def wrong_order(handlers, iterations, work_ns=WORK_NS, between=lambda: None):
 
 def without_after(own):
     """Copies go to the submitter as if the server's stream held nothing."""
-    return lambda self, copies, direction, *, after=None, since_ns=0: own(self, copies, direction, since_ns=since_ns)
+    return lambda self, copies, direction, *, after=None, **how: own(self, copies, direction, **how)
 
 
 @pytest.mark.parametrize("version", ["0.12.0", "0.14.1"])
