@@ -272,7 +272,7 @@ def _at_speed(weights: Array, line: Array, speed: float) -> Array:
 
 def _filled(joint: _Joint, start: int, stop: int, weights: Array) -> tuple[Array, Array]:
     """A pause's pieces: where each begins, ascending, and its number; each kind of call has shares of its own."""
-    first, last = np.searchsorted(joint.edges, start, "right") - 1, np.searchsorted(joint.edges, stop, "left")
+    first, last = _within(joint, start, stop)
     edges = np.clip(joint.edges[first : last + 1], start, stop)
     thread, length = joint.thread[first:last], np.diff(edges)
     order = np.argsort(-weights.sum(axis=0), kind="stable")

@@ -26,9 +26,7 @@ __all__ = [
     "waits_for_functions",
 ]
 
-SHORTEST_NS = (
-    50_000  # a thread that the end of a kernel wakes goes on within this, with or without a function behind it
-)
+SHORTEST_NS = 50_000  # a thread that the end of a kernel wakes goes on within this, whatever stands behind the kernel
 
 HELD = (
     "what ran next had been submitted, but stood in its stream behind a host function, and the GPU waits until such a "

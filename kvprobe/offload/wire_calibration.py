@@ -2,7 +2,7 @@
 
 Blocks of bf16 numbers, of a scale a channel as KV has them, are moved scattered between the GPU's and the CPU's memory,
 several launches behind one another, and timed by events; the copies as they are, by the method that the chooser takes,
-take turns with them. About 2 s, once for a GPU, driver, CUDA, link and version of the kernels.
+take turns with them: once for a GPU, driver, CUDA, link and version of the kernels.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@
  * - The legacy default stream orders blocking streams around whatever is put into it: there the helper records nothing,
  *   and a mark is put right behind what the program submitted to it last, or right in front of what it submits next, so
  *   that nothing waits for the mark that would not wait for that.
- * - What they may cost is measured and bounded: MARK_FIRST_NS at first, then OF_A_SECOND_NS of each second
+ * - What they may cost is measured and bounded: MARK_FIRST_NS at first, MARK_LATER_NS, then OF_A_SECOND_NS a second
  *   (mark_reader.c). A mark counts with what it and all questions around it took the program's thread, and with
  *   MARK_DEVICE_NS for its stream. A program that they cost more is seen in stretches. Each has a length of time and no
  *   number of marks, so that a part of the program that takes many is seen as often as one that takes none: what was
