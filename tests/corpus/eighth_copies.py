@@ -136,7 +136,10 @@ def clean_weights_sent_again_to_take_an_adapter_out_of_them(d: Device) -> Truth:
 
 @eighth(
     line=AT_LINK_RATE,
-    also=("weights_not_overlapped", "link_bound", "synchronisation", "gpu_starved", "head_of_line_copies"),
+    also=(
+        *("weights_not_overlapped", "link_bound", "synchronisation", "gpu_starved", "head_of_line_copies"),
+        "unmerged_neighbours",
+    ),
     like=("redundant_loads", "small_copies", "pageable_memory", "load_not_ordered", "launch_queue_saturation"),
 )
 def two_prefixes_that_come_block_by_block_in_turn(d: Device) -> Truth:
@@ -154,7 +157,8 @@ def two_prefixes_that_come_block_by_block_in_turn(d: Device) -> Truth:
             for request in range(2):
                 place = request * blocks + i
                 pool.fetch(slot + place, (first + place) % homes, loads)
-                d.record(pair % 16 * 2 + request, loads)
+                if i == blocks - 1:
+                    d.record(pair % 16 * 2 + request, loads)
         for request in range(2):
             d.check(d.lib.cudaStreamWaitEvent(d.compute, d.events[pair % 16 * 2 + request], 0))
             if not request:
@@ -174,8 +178,8 @@ def two_prefixes_that_come_block_by_block_in_turn(d: Device) -> Truth:
     "small_copies",
     line=BELOW_LINK_RATE,
     or_lines=(SUBMITTING,),  # where a recorder makes each call longer than its copy takes
-    also=("weights_not_overlapped", "gpu_starved", "unmerged_neighbours", "python_or_gil_bound"),
-    like=("redundant_loads", "wasted_stores", "pageable_memory", "launch_queue_saturation", "allocation_on_hot_path"),
+    also=("weights_not_overlapped", "gpu_starved", "python_or_gil_bound"),
+    like=("redundant_loads", "wasted_stores", "unmerged_neighbours", "pageable_memory", "launch_queue_saturation"),
 )
 def blocks_exchanged_with_the_host_one_out_one_in(d: Device) -> Truth:
     """Behind a step of 0.6 ms 150 blocks of 16 KiB leave, and into each one's slot another comes, all on one stream.

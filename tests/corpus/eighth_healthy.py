@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes as ct
+import functools
 import hashlib
 import json
 import os
@@ -46,7 +47,7 @@ def eight_threads_that_each_wait_for_their_part_of_a_batch(d: Device) -> Truth:
             d.sync_event(batch % 4 * parts + part)
             results[part] = hashlib.sha256(ct.string_at(home(part, batch), 512)).digest()
 
-    threads, batch = [in_thread(lambda part=part: take(part)) for part in range(parts)], 0
+    threads, batch = [in_thread(functools.partial(take, part)) for part in range(parts)], 0
     d.spent.restart()
     for batch in turns():
         clear(d, d.device, batch % 251, parts * 512, d.compute)
@@ -69,7 +70,6 @@ def eight_threads_that_each_wait_for_their_part_of_a_batch(d: Device) -> Truth:
 @eighth(
     line=COMPUTING,
     like=("small_copies", "gpu_starved", "launch_queue_saturation", "synchronisation", "unmerged_neighbours"),
-    also=("python_or_gil_bound",),
 )
 def four_hundred_entries_patched_beside_a_step_of_five_milliseconds(d: Device) -> Truth:
     """While a step of 5 ms computes, the next one's table gets 400 entries of 64 bytes by a copy each, on a stream.
@@ -150,7 +150,6 @@ def a_pool_pinned_piece_by_piece_while_nobody_asks(d: Device) -> Truth:
 @eighth(
     line=COMPUTING,
     like=("launch_queue_saturation", "small_copies", "fence_before_copies", "channels_exhausted", "gpu_starved"),
-    also=("python_or_gil_bound",),
 )
 def nine_hundred_submissions_of_three_kinds_that_fit_a_queue(d: Device) -> Truth:
     """A request is 300 kernels of 0.15 ms, each behind a memset and a copy within the device, all submitted at once.
@@ -234,7 +233,7 @@ def a_loader_that_stalls_behind_a_ring_of_forty_batches(d: Device) -> Truth:
 @eighth(
     line=COMPUTING,
     like=("slow_tier", "synchronisation", "weights_not_overlapped", "store_not_ordered", "context_lock_stall"),
-    also=("wasted_stores", "python_or_gil_bound"),
+    also=("wasted_stores", "unmerged_neighbours"),
 )
 def a_snapshot_within_the_device_that_a_thread_writes_to_a_file(d: Device) -> Truth:
     """Each twelfth step of 2 ms the states are copied within the device; a thread stores them and writes a file.
@@ -285,7 +284,7 @@ def a_snapshot_within_the_device_that_a_thread_writes_to_a_file(d: Device) -> Tr
 @eighth(
     line=COMPUTING,
     like=("fence_before_copies", "synchronisation", "launch_queue_saturation", "cpu_starved", "gpu_starved"),
-    also=("wasted_stores", "python_or_gil_bound"),
+    also=("wasted_stores",),
 )
 def a_semaphore_that_the_stream_posts_when_a_token_is_there(d: Device) -> Truth:
     """Behind each step of 2.5 ms a function of the host posts a semaphore; a thread wakes and streams the tokens.
@@ -328,7 +327,7 @@ def a_semaphore_that_the_stream_posts_when_a_token_is_there(d: Device) -> Truth:
 @eighth(
     line=COMPUTING,
     like=("store_not_ordered", "link_bound", "weights_not_overlapped", "synchronisation", "fence_before_copies"),
-    also=("wasted_stores",),
+    also=("wasted_stores", "unmerged_neighbours"),
     needs_gpu=True,
 )
 def a_graph_that_stores_each_layer_beside_the_next(d: Device) -> Truth:

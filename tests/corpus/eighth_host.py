@@ -73,6 +73,7 @@ class Clients:
 
 @eighth(
     line=PYTHON,
+    or_lines=(ELSEWHERE,),  # a recorder of calls alone sees a thread outside of CUDA
     also=("synchronisation", "gpu_starved", "python_or_gil_bound", "wasted_stores"),
     like=("small_copies", "pageable_memory", "redundant_loads", "cpu_starved", "launch_queue_saturation"),
 )
@@ -116,8 +117,10 @@ def an_event_loop_that_wakes_each_stream_s_task_before_the_next_step(d: Device) 
 
 
 @eighth(
+    "python_or_gil_bound",
     line=PYTHON,
-    also=("synchronisation", "gpu_starved", "python_or_gil_bound", "wasted_stores"),
+    or_lines=(ELSEWHERE,),  # a recorder of calls alone sees a thread outside of CUDA
+    also=("synchronisation", "gpu_starved", "wasted_stores"),
     like=("cpu_starved", "small_copies", "pageable_memory", "slow_tier", "launch_queue_saturation"),
 )
 def a_thread_that_sleeps_in_an_extension_with_the_interpreter_s_lock(d: Device) -> Truth:
@@ -150,7 +153,7 @@ def a_thread_that_sleeps_in_an_extension_with_the_interpreter_s_lock(d: Device) 
     over.set()
     thread.join()
     same(d, d.device, d.host + step % 8 * 4 * KiB, 4 * KiB)
-    return {}
+    return {"python_or_gil_bound": idle.ns}
 
 
 class Pages:
@@ -316,24 +319,17 @@ def a_graph_with_a_host_function_between_its_kernels(d: Device) -> Truth:
     "launch_queue_saturation",
     line=FULL_QUEUE,
     or_lines=(ELSEWHERE,),  # the thread that decodes waits for a lock, the one that has it for the queue
-    also=(
-        "link_bound",
-        "wasted_stores",
-        "gpu_starved",
-        "synchronisation",
-        "python_or_gil_bound",
-        "unmerged_neighbours",
-    ),
-    like=("small_copies", "pageable_memory", "allocation_on_hot_path", "slow_tier", "cpu_starved"),
+    also=("link_bound", "wasted_stores", "gpu_starved", "synchronisation", "python_or_gil_bound"),
+    like=("small_copies", "unmerged_neighbours", "allocation_on_hot_path", "slow_tier", "cpu_starved"),
 )
 def a_block_manager_s_lock_kept_while_a_full_queue_holds_its_thread(d: Device) -> Truth:
-    """A thread stores 2,400 blocks with the block manager's lock in hand; each step of 0.8 ms wants the lock first.
+    """A thread stores 2,000 blocks with the block manager's lock in hand; each step of 0.8 ms wants the lock first.
 
-    A block takes 10 us of the link. When the stream holds as many as it takes, some 1,100 more get in at that rate,
-    which is above 10 ms with the lock. Then the lock is free until they have left, 10 ms, and for 3 ms more.
+    A block takes 20 us of the link. When the stream holds as many as it takes, some 850 more get in at that rate, which
+    is 17 ms with the lock. Then the lock is free until all have left, 20 ms, and 3 ms more. No kernel needs a store.
     """
-    pool, each, over, lock = Pool(d, d.bytes_of(10)), 2_400, threading.Event(), threading.Lock()
-    slots, durations, waited, last = 200, list[int](), 0, 0
+    pool, each, over, lock = Pool(d, d.bytes_of(20)), 2_000, threading.Event(), threading.Lock()
+    slots, durations, waited, last = 150, list[int](), 0, 0
 
     def store() -> None:
         nonlocal last
@@ -367,7 +363,7 @@ def a_block_manager_s_lock_kept_while_a_full_queue_holds_its_thread(d: Device) -
     over.set()
     thread.join()
     quick = usual(durations[:900])
-    lost = sum(one - quick for one in durations if one > 4 * quick + 5_000)
+    lost = sum(one - quick for one in durations if one > 2 * quick + 2_000)
     same(d, d.device + last * pool.size, d.host + last * pool.size, pool.size)
     if d.gpu and lost < waited // 2:
         raise RuntimeError(f"the truth is not plain: {waited} ns for the lock, {lost} ns of them for the queue")
@@ -394,7 +390,7 @@ def make_the_cache(d: Device) -> None:
     "pageable_memory",
     line=PAGEABLE,
     or_lines=(BELOW_LINK_RATE, WAITING),
-    also=("synchronisation", "gpu_starved", "weights_not_overlapped", "python_or_gil_bound"),
+    also=("synchronisation", "gpu_starved", "weights_not_overlapped", "python_or_gil_bound", "unmerged_neighbours"),
     like=("redundant_loads", "small_copies", "allocation_on_hot_path", "launch_queue_saturation", "slow_tier"),
     prepare=make_the_cache,
 )
