@@ -47,9 +47,7 @@ log = logging.getLogger("kvprobe")
 TRIAL = 8  # pairs of neighbours that either way is judged by
 MOST_TRIAL = 8 * TRIAL  # stores after which sizes that do not meet are no comparison
 TURN = 2  # stores that are made in one way before it is the other one's turn
-# stores, of which one turn is plain once coding is kept: so all that a program does has its part in it, also where that
-# repeats itself every 64 stores
-PERIOD = 127
+PERIOD = 64  # stores, of which one turn is plain once coding is kept: so all that a program does has its part in it
 SETTLED = 2 * TRIAL  # stores on one rung after which auto has found no better one than it
 PAYS = 1.03  # times as fast as the copies as they are, at least
 LOSES = 1.2  # times as slow: clearly

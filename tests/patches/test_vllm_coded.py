@@ -383,19 +383,6 @@ def test_one_bad_moment_gives_nothing_back(worker, monkeypatch):
         assert not one.rows._doubted
 
 
-@pytest.mark.parametrize("repeats", [16, 60, 64, 100])
-def test_plain_stores_meet_every_phase_of_a_program_that_repeats_itself(worker, repeats):
-    """Auto kept coding: which of its stores are plain, over many rounds."""
-    one = worker()
-    with instrument.observe("vllm", fix="auto"):
-        one.make()
-        one.rows.coding = one.rows._kept = True
-        rows, stores = np.array([0]), range(coded.PERIOD * repeats)
-        plain = [store % repeats for store in stores if not one.rows.takes("store", rows)]
-    assert set(plain) == set(range(repeats))
-    assert len(plain) < 0.02 * len(stores)
-
-
 def load_of_either_kind(one, step):
     """Of two blocks; what is stored now lies there as its turn has it."""
     one.store([0, 1], [0, 1])
