@@ -15,7 +15,7 @@ bytes a second over the rate of the link, both directions, and an engine's step 
 is measured over two rounds, each from before the first transfer is asked for until vLLM is told of the last one's end,
 with at most 8 transfers in flight. "One GiB at once" takes 17.5 ms on an H100, in 0.8 to 1.3 of which no copy runs:
 vLLM builds the first transfer's descriptors (0.5 to 0.9 ms, before kvprobe is asked), the same thread hands them over
-(0.12 to 0.18 ms), the submitter's thread, which naps, sees it and launches (0.05 ms), and vLLM is told 0.1 to 0.17 ms
+(0.12 to 0.18 ms), the submitter's thread, which looks every 0.05 ms, launches them, and vLLM is told 0.1 to 0.17 ms
 after the end.
 Once copies run, the later transfers are built beside them, so that this passes once, however long a round is.
 "Sustained" moves 8 GiB, in some 130 ms, of which it is less than 1%: this is the rate that is compared with 1.15 of the
