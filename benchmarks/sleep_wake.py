@@ -1,13 +1,14 @@
 """A model that is put to sleep and woken as torch_memory_saver does it, with and without `kvprobe run --fix auto`.
 
-    python benchmarks/sleep_wake.py [--device cuda|host] [--gib 20] [--sleeps 4] [--rounds 2] [--keep BYTES]
+    python benchmarks/sleep_wake.py [--device cuda|host] [--gib 20] [--sleeps 6] [--rounds 2] [--keep BYTES]
                                     [--after 0 2 5] [--turns 4]
 
 Its calls, in its order (csrc/core.cpp, `pause` and `resume`; the backup is freed at `resume`, as versions do that give
 host memory back), memory mapped by a library with its name: for each allocation cudaMallocHost, a synchronous
 cudaMemcpy, cuMemUnmap, cuMemRelease; then cuMemCreate, cuMemMap, cuMemSetAccess, cudaMemcpy, cudaFreeHost. `as it is`
-does so with 6 GiB at most; `cured`, with all, sleeps for the first time so many seconds `after` its first allocation
-(0: as soon as weights are loaded, at the link's rate), and steps until then: a memset of 4 KiB and a wait for it.
+does so with 6 GiB and 3 sleeps at most; `cured`, with all, sleeps for the first time so many seconds `after` its first
+allocation (0: as soon as weights are loaded, at the link's rate), and steps until then: a memset of 4 KiB and a wait
+for it.
 
 Printed: GB/s down and up, at the first sleep and the median of the others, beside the link's; each phase's share; what
 steps took. The bytes of all weights are compared after the first and the last wake. `healthy` pins once and copies, 4
@@ -21,9 +22,12 @@ read the backups. Printed every tenth of the time: resident memory without the p
 runtime; the kept with it), descriptors, threads. Exit code 1 then: bytes differ, a child ends badly, or the process
 holds more at the end than after its first twentieth.
 
-Exit code 1 else: bytes differ; or on a GPU, from the second sleep on, less than 85% of the link or less than 5 times as
-fast as without, at a first sleep that comes not at once less than 60%; more is held than KVPROBE_KEEP_BYTES; `healthy`
-is more than 1% slower.
+Exit code 1 else: bytes differ; or on a GPU, the median of the later sleeps is less than 85% of the link or less than 5
+times as fast as without; a first sleep 5 s after the first allocation, or later, is less than 60% of it; more is held
+than KVPROBE_KEEP_BYTES; `healthy` is more than 1% slower. A first sleep that comes earlier is printed and not judged.
+Buffers of 20 GiB take 0.7 s to register at 30 GB/s, a quarter of 3 s that leave the program its steps; what is
+registered in the sleep itself is copied after that at 55 GB/s, so even with pages for nothing it comes to 35% of the
+link (reports/h100-sleep-wake.txt).
 """
 
 from __future__ import annotations
@@ -50,7 +54,8 @@ MIB, GIB = 1 << 20, 1 << 30
 SIZES_MIB = (512, 128, 64, 20, 20, 2)  # torch's segments, as a model's weights come
 TO_DEVICE, TO_HOST = 1, 2
 SECOND, FIRST, FASTER, HEALTHY = 0.85, 0.60, 5.0, 1.01
-AS_IT_IS_BYTES, HEALTHY_BYTES, HEALTHY_SLEEPS = 6 * GIB, 4 * GIB, 16
+FIRST_AFTER_S = 5.0  # it is judged from then on
+AS_IT_IS_BYTES, AS_IT_IS_SLEEPS, HEALTHY_BYTES, HEALTHY_SLEEPS = 6 * GIB, 3, 4 * GIB, 16
 PINNED = 2  # flags of cudaHostAlloc that no backup has
 STEP_BYTES, BETWEEN_STEPS_S = 4096, 0.0001
 
@@ -393,8 +398,11 @@ def run_soak(asked: argparse.Namespace) -> int:
 
 def run(asked: argparse.Namespace, pins: bool, cured: bool, after_s: float = 0) -> dict[str, Any]:
     """One program with or without the cure; with it, what the cure says of itself."""
-    most = (asked.gib * GIB if cured else AS_IT_IS_BYTES) if pins else HEALTHY_BYTES
-    sleeps = asked.sleeps if pins else HEALTHY_SLEEPS
+    most, sleeps = HEALTHY_BYTES, HEALTHY_SLEEPS
+    if pins:
+        most, sleeps = asked.gib * GIB, asked.sleeps
+    if pins and not cured:
+        most, sleeps = AS_IT_IS_BYTES, min(sleeps, AS_IT_IS_SLEEPS)
     own = [sys.executable, __file__, "--device", asked.device, "--gib", str(min(asked.gib, most / GIB))]
     own += ["--sleeps", str(sleeps), "--after", str(after_s), "--program", "sleeps" if pins else "healthy"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
@@ -472,8 +480,8 @@ def judged(all_found: dict[str, list[dict[str, Any]]], device: str) -> list[str]
                 f"{name} {way}: {later / was:.1f} times as fast from the second on; {later / link:.0%} of the link, "
                 f"{first / link:.0%} at the first"
             )
-            at_once = way == "down" and name == "cured 0 s"
-            if later < SECOND * link or (first < FIRST * link and not at_once) or later < FASTER * was:
+            early = way == "down" and min(one["loaded_s"] for one in several) < FIRST_AFTER_S
+            if later < SECOND * link or (first < FIRST * link and not early) or later < FASTER * was:
                 wrong.append(f"{name} {way}: not what was wanted")
     if all_found["healthy"]:
         both = (all_found["healthy cured"], all_found["healthy"])
@@ -488,7 +496,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "host"), default="cuda")
     parser.add_argument("--gib", type=float, default=20)
-    parser.add_argument("--sleeps", type=int, default=4)
+    parser.add_argument("--sleeps", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--after", type=float, nargs="+", default=[0, 2, 5], metavar="SECONDS")
     parser.add_argument("--turns", type=int, default=4, help="processes of a healthy program, with and without each")
