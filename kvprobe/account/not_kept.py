@@ -41,7 +41,7 @@ def fill_not_kept(cut: Stretches, threads: Threads, samples: Samples) -> Samples
         kept = max(threads.kept_from(caller), begin)
         ns = cut.sum_ns(_not_kept(cut) & (cut.caller == caller))
         line, shares = _later(cut, threads, caller, kept)
-        error = _error(shares, ns) + ns * _unlike(threads, caller, kept, begin) if len(line) else ns
+        error = math.hypot(_error(shares), _unlike(threads, caller, kept, begin)) * ns if len(line) else ns
         error = math.hypot(error, samples.error_ns if samples.ns else 0)
         if error > MOST * (end - begin):
             continue
@@ -72,12 +72,12 @@ def _later(cut: Stretches, threads: Threads, caller: int, kept: int) -> tuple[Ar
     return line, shares
 
 
-def _error(shares: Array, ns: int) -> float:
-    """How far any line may be from the truth in COVERED of all cases, ns."""
+def _error(shares: Array) -> float:
+    """How far any line's share may be from the truth in COVERED of all cases."""
     best = shares.sum(axis=0) / shares.sum()
     draws = np.random.default_rng(0).multinomial(PIECES, np.full(PIECES, 1 / PIECES), DRAWS) @ shares
     off = np.abs(draws / np.maximum(draws.sum(axis=1, keepdims=True), 1) - best).max(axis=1)
-    return float(np.quantile(off, COVERED)) * ns
+    return float(np.quantile(off, COVERED))
 
 
 def _unlike(threads: Threads, caller: int, kept: int, begin: int) -> float:
