@@ -1,6 +1,6 @@
 """What `kvprobe stats -r expert_changes` predicts against what each change gives: llama.cpp's calls, played.
 
-    python benchmarks/expert_changes.py [--turns 3] [--steps 600] [--json FILE] [--keep FOLDER]
+    python benchmarks/expert_changes.py [--turns 5] [--steps 150] [--json FILE] [--keep FOLDER]
 
 A model of 8 layers keeps its experts in CPU memory, 64 to a layer in three tensors each, of which a router picks 6. Of
 each layer (`ggml_backend_sched_compute_splits` of llama.cpp's ggml-backend.cpp): a kernel up to the router, the picked
@@ -9,7 +9,8 @@ computes, and the kernel that multiplies. Each turn that is recorded by `kvprobe
 process, not recorded, plays it as it was and with each change, by turns of 25 steps with one device's memory: slots for
 experts on the GPU, whole tensors there, and uploads that begin while the layer before computes. What a change saves is
 the median of what it saved in each 25 steps, as all steps would. Kernels spin for a given time. Without a GPU the host
-runtime is used, whose figures on a busy machine mean nothing.
+runtime is used, whose figures on a busy machine mean nothing. The steps are so few that `kvprobe run` keeps every call
+one by one.
 
 Exit code 1: on a GPU, the saving that was predicted is more than a quarter beside the measured one, in the median of
 the turns.
@@ -139,6 +140,10 @@ def predicted(steps: int, keep: Path | None) -> tuple[dict[tuple[str, int], int 
         run = (sys.executable, "-m", "kvprobe", "run", "--no-stacks", "--report", "none", "-o", str(to), "--")
         took = sum(played([(AS_IT_IS, 0)], steps, run)["took_ns"][0])
         recording = open_recording(to)
+    if any(recording.lost.values()):
+        raise SystemExit(
+            "not every call was kept one by one, and what is predicted is of those alone: give fewer --steps"
+        )
     (uploads,) = expert_uploads(recording)
     gains = expert_gains(recording, account_of(Joined(recording)), uploads)
     out: dict[tuple[str, int], int | None] = {}
@@ -151,8 +156,8 @@ def predicted(steps: int, keep: Path | None) -> tuple[dict[tuple[str, int], int 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the last recording there")
     parser.add_argument("--play", type=json.loads, help=argparse.SUPPRESS)

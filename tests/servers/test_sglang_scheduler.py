@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
+from kvprobe.diagnosis import examine
 from kvprobe.instrument.event_log import read_events
 from kvprobe.recordings import open_recording
 from kvprobe.recordings.model import Phase
@@ -121,7 +122,7 @@ def check_offload(run):
     assert (told["stored_blocks"], told["loaded_blocks"]) == (counted["stored_tokens"], counted["loaded_tokens"])
     assert (told["stored_bytes"], told["loaded_bytes"]) == (counted["stored_bytes"], counted["loaded_bytes"])
     assert told["unread_blocks"] == 0 and told["held_unread_blocks"] == counted["stored_tokens"] - 3200
-    shown = view(recording, [])
+    shown = view(recording, examine(recording))
     assert "sglang's HiCache" in shown.verdict.detail
     (section,) = [one for one in shown.sections if one.id == "offload"]
     row = [cell.text for cell in section.tables[0].rows[0]]
@@ -199,7 +200,7 @@ def test_without_offload_nothing_is_said_of_it(tmp_path, without):
     assert not run.events("transfer") and not run.events("call") and not run.events("offload")
     recording = open_recording(run.folder)
     assert not recording.offload.rows and not recording.transfers.rows
-    shown = view(recording, [])
+    shown = view(recording, examine(recording))
     assert "offload" not in [one.id for one in shown.sections if one.tables or one.charts]
     assert "ffload" not in shown.verdict.detail
     assert "HiCache" not in (run.folder / "report.html").read_text()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from packaging.version import Version
 
+from kvprobe.diagnosis import examine
 from kvprobe.recordings import open_recording
 from kvprobe.reporting.recorded import view
 
@@ -51,7 +52,7 @@ def rows_of(recording):
 
 def judged(recording):
     """The page's row and the verdict's detail."""
-    shown = view(recording, [])
+    shown = view(recording, examine(recording))
     (section,) = [one for one in shown.sections if one.id == "offload"]
     return [cell.text for cell in section.tables[0].rows[0]], shown.verdict.detail
 
