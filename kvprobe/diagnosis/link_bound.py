@@ -35,12 +35,12 @@ from kvprobe.diagnosis.joined import DIRECTIONS, Array, JoinedRecording, ms, sha
 from kvprobe.diagnosis.wasted_stores import no_addresses
 from kvprobe.diagnosis.weights_not_overlapped import CAUSE as WEIGHTS
 from kvprobe.recordings.intervals import Cover, distinct
-from kvprobe.recordings.link_rate import ASSUMED, FROM_COPIES, PCIE_5, Carried, carried
+from kvprobe.recordings.link_rate import FROM_COPIES, FULL_LINK, PcieLink, link_of
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
 
 CAUSE = cause_of(__name__)
 OF_EXECUTIONS = True  # told by what the device executed: without it, not looked for
-FULL = 0.8  # of the link's rate, or of the time
+BUSY = 0.8  # of the time that the link is busy
 FEWER = Change(
     "Move fewer bytes: a smaller KV type (fp8), more reuse on the GPU, a larger GPU share for weights", "setting"
 )
@@ -76,12 +76,11 @@ def open_question(joined: JoinedRecording) -> Finding | None:
             rows = rows[(own > launches)[joined.stream[rows]]]  # the others wait in the model's own stream
             if len(rows) < 8 or not len(joined.launches(process)):
                 continue
-            known, how = joined.link(direction)
-            rate, moved = known or PCIE_5, int(joined.bytes[rows].sum())
-            if moved / rate * 1e9 < FULL * joined.span_ns:
+            link, moved = joined.link_or_assumed(direction), int(joined.bytes[rows].sum())
+            if moved / link.bytes_per_s * 1e9 < BUSY * joined.span_ns:
                 continue
             chosen.append(rows)
-            taken.append((joined.bytes[rows] / rate * 1e9).astype(np.int64))
+            taken.append((joined.bytes[rows] / link.bytes_per_s * 1e9).astype(np.int64))
             name = DIRECTIONS[direction]
             reached = moved / joined.span_ns * 1e9
             evidence += [
@@ -89,10 +88,10 @@ def open_question(joined: JoinedRecording) -> Finding | None:
                     f"{name}: {moved / 1e9:.3g} GB, {reached / 1e9:.1f} GB/s on average", reached, "bytes/s", MEASURED
                 ),
                 Evidence(
-                    f"{name}: the link carries {rate / 1e9:.1f} GB/s",
-                    rate,
+                    f"{name}: the link carries {link.bytes_per_s / 1e9:.1f} GB/s",
+                    link.bytes_per_s,
                     "bytes/s",
-                    how if known else ASSUMED,
+                    link.how,
                 ),
             ]
     if not chosen:
@@ -147,9 +146,9 @@ def find(joined: JoinedRecording) -> Finding | None:
         rows,
         np.concatenate(losses),
         evidence=evidence,
-        reason=_doubt(slow, carried(joined.recording)),
+        reason=_doubt(slow, link_of(joined.recording)),
         cure=(
-            *_why_slow(slow, carried(joined.recording), several),
+            *_why_slow(slow, link_of(joined.recording), several),
             *_fewer(joined, rows),
             FASTER if several else SPREAD,
             *((REPEATED,) if no_addresses(joined) else ()),
@@ -174,26 +173,26 @@ def _slow_link(joined: JoinedRecording) -> float:
     """The rate of a link that only its own copies tell, and that is slow for this GPU; 0: neither is so."""
     known = [joined.link(one) for one in (Direction.H2D, Direction.D2H)]
     rate = max((rate for rate, how in known if how == FROM_COPIES), default=0.0)
-    return rate if rate < FULL * carried(joined.recording).rate else 0.0
+    return rate if rate < FULL_LINK * link_of(joined.recording).bytes_per_s else 0.0
 
 
-def _doubt(slow: float, could: Carried) -> str:
+def _doubt(slow: float, could: PcieLink) -> str:
     """What speaks against it, where the link may be able to carry more."""
     if not slow:
         return ""
     return (
-        f"the link may carry more: {slow / 1e9:.1f} GB/s is what its fastest copies reached here. {could.link} carries "
-        f"{could.rate / 1e9:.0f} GB/s, and `kvprobe doctor` measures yours"
+        f"the link may carry more: {slow / 1e9:.1f} GB/s is what its fastest copies reached here. {could.text}, "
+        "and `kvprobe doctor` measures yours"
     )
 
 
-def _why_slow(slow: float, could: Carried, several: bool) -> tuple[Change, ...]:
+def _why_slow(slow: float, could: PcieLink, several: bool) -> tuple[Change, ...]:
     """What comes before fewer bytes where the link may be able to carry more: then as many bytes take less time."""
     if not slow:
         return ()
     shared = ", also with one GPU loading at a time" if several else ""
     text = (
-        f"Find out why the link carries only {slow / 1e9:.1f} GB/s ({could.link} carries {could.rate / 1e9:.0f} GB/s): "
+        f"Find out why the link carries only {slow / 1e9:.1f} GB/s ({could.text}): "
         "`kvprobe doctor` shows its lanes and its rate"
     )
     return (Change(f"{text}{shared}", "setting"),)
@@ -235,7 +234,7 @@ def _full_link(
     reached = moved / max(copying.total_ns, 1) * 1e9
     exposed = copying.total_ns - copying.intersect_ns(compute)
     between = int(copying.within(compute.start[:1], compute.end[-1:])[0])
-    full = reached >= FULL * rate and copying.total_ns >= FULL * joined.span_ns
+    full = reached >= FULL_LINK * rate and copying.total_ns >= BUSY * joined.span_ns
     if not full or 2 * between < copying.total_ns or exposed < 0.3 * copying.total_ns:
         return rows[:0]
     gpu = f"{_gpu(joined, rows)}, " if len(distinct(table["device"] + 1)) > 1 else ""

@@ -33,7 +33,6 @@ from kvprobe.diagnosis.finding import (
 )
 from kvprobe.diagnosis.joined import CRITICAL, JoinedRecording, ms
 from kvprobe.recordings.intervals import distinct
-from kvprobe.recordings.link_rate import PCIE_5
 from kvprobe.recordings.model import Array, CallKind, Direction, Memory
 
 CAUSE = cause_of(__name__)
@@ -86,7 +85,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     if not found:
         return None
     worst = max(found, key=lambda one: one.rate * one.ns)
-    link = joined.link(worst.direction)[0] or PCIE_5
+    link = joined.link_or_assumed(worst.direction).bytes_per_s
     reach, by_itself = _reachable(joined)
     return joined.finding(
         CAUSE,

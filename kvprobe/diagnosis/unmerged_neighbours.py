@@ -32,7 +32,6 @@ from kvprobe.launchqueue.constants import NOTABLE_NS, PAUSE_NS
 from kvprobe.recordings.assemble import codes, positions
 from kvprobe.recordings.descriptors import call_costs
 from kvprobe.recordings.intervals import distinct
-from kvprobe.recordings.link_rate import PCIE_5
 from kvprobe.recordings.model import CallKind, Direction, Memory
 
 CAUSE = cause_of(__name__)
@@ -152,9 +151,9 @@ def _limited(joined: JoinedRecording, rows: Array, costs: Array) -> Array:
     mask = np.zeros(len(rows), dtype=bool)
     groups, place = codes(_group(joined, rows))
     for group, mine in zip(groups.tolist(), positions(place, len(groups)), strict=True):
-        rate, size = joined.link(Direction(group % 8))[0], int(joined.bytes[rows[mine]].sum())
+        rate, size = joined.link_or_assumed(Direction(group % 8)), int(joined.bytes[rows[mine]].sum())
         ran = np.maximum(joined.exec_end[rows[mine]] - joined.exec_start[rows[mine]], 0)
-        needed = size / rate * 1e9 if rate else int(ran.sum()) if ran.all() else size / PCIE_5 * 1e9
+        needed = int(ran.sum()) if rate.assumed and ran.all() else size / rate.bytes_per_s * 1e9
         mask[mine] = int(costs[mine].sum()) > needed
     return mask
 
