@@ -1,10 +1,10 @@
-"""How a time is written for people, everywhere: three significant digits and a unit."""
+"""How a time is written for people, everywhere: three significant digits and a unit; and how a share is."""
 
 from __future__ import annotations
 
 import math
 
-__all__ = ["three_digits", "time_text"]
+__all__ = ["percent_text", "three_digits", "time_text"]
 
 _TIMES = ((1e9, "s"), (1e6, "ms"), (1e3, "µs"), (1.0, "ns"))
 
@@ -29,3 +29,9 @@ def time_text(ns: float) -> str:
         if abs(ns) >= scale * 0.9995 or scale == 1.0:
             return f"{three_digits(ns / scale)} {unit}"
     raise AssertionError  # pragma: no cover
+
+
+def percent_text(share: float) -> str:
+    """A share of one as per cent, the same wherever it is told: "56%", "8.4%", "<0.1%"."""
+    value = share * 100
+    return f"{value:.0f}%" if abs(value) >= 9.95 else f"{value:.1f}%" if abs(value) >= 0.05 or value == 0 else "<0.1%"

@@ -74,7 +74,7 @@ def links_of(joined: Joined, gpu: Activity) -> tuple[LinkRate, LinkRate]:
 
 
 def _of_copies(joined: Joined, gpu: Activity, edges: Array, what: Array) -> tuple[Array, ...]:
-    """Where only copies run: at the link's rate, all that run together, or below it."""
+    """Where only copies run: at the link's rate, all that run together; inside the GPU; or below the link's rate."""
     start, end = edges[:-1][what == _COPIES], edges[1:][what == _COPIES]
     if not len(start):
         return _same(start, end, Line.AT_LINK_RATE)
@@ -83,19 +83,21 @@ def _of_copies(joined: Joined, gpu: Activity, edges: Array, what: Array) -> tupl
     rows = rows[gpu.end[rows] > gpu.start[rows]]
     rows = rows[alone.within(gpu.start[rows], gpu.end[rows]) > 0]
     took = gpu.end[rows] - gpu.start[rows]
+    inside = gpu.direction[rows] == Direction.D2D
     share = np.zeros(len(rows))  # of the link, that each uses
     for direction in (Direction.H2D, Direction.D2H):
         mine = gpu.direction[rows] == direction
         rate = joined.link_or_assumed(direction).bytes_per_s / 1e9
         share[mine] = gpu.bytes[rows[mine]] / took[mine] / rate
-    share[~between_host_and_device(gpu.direction[rows])] = 1.0  # inside a GPU, or to another: no link to compare with
+    share[~(between_host_and_device(gpu.direction[rows]) | inside)] = 1.0  # which way is not known: no rate is
     at = np.concatenate((gpu.start[rows], gpu.end[rows]))
-    change = np.concatenate((share, -share))
     order = np.argsort(at, kind="stable")
-    at, level = at[order], np.cumsum(change[order])
+    at = at[order]
     last = np.append(at[1:] > at[:-1], True)  # of the changes at one instant
-    knots, level = at[last], level[last]
-    line = np.where(level >= FULL_LINK, Line.AT_LINK_RATE, Line.BELOW_LINK_RATE).astype(np.uint8)
+    knots = at[last]
+    level, moving = (np.cumsum(np.concatenate((one, -one))[order])[last] for one in (share, inside.astype(np.int64)))
+    slow = np.where(moving > 0, Line.INSIDE_GPU, Line.BELOW_LINK_RATE)
+    line = np.where(level >= FULL_LINK, Line.AT_LINK_RATE, slow).astype(np.uint8)
     new = np.append(True, line[1:] != line[:-1])
     knots, line = knots[new], line[new]
     far = np.iinfo(np.int64).max

@@ -35,7 +35,7 @@ from kvprobe.diagnosis.finding import (
     singular,
 )
 from kvprobe.diagnosis.traced import longest
-from kvprobe.durations import time_text
+from kvprobe.durations import percent_text, time_text
 from kvprobe.launchqueue.constants import LEAST_NS, NOTABLE_NS, NOTABLE_SHARE
 from kvprobe.recordings.assemble import among, pairs, positions, rows_of
 from kvprobe.recordings.intervals import Cover, distinct, group_starts, in_time
@@ -76,16 +76,17 @@ def range_of(values: Array) -> str:
 
 def share(part: float, whole: float) -> str:
     """A percentage for a sentence."""
-    return f"{100 * part / whole:.1f}%" if whole > 0 else "0%"
+    return percent_text(part / whole) if whole > 0 else "0%"
 
 
 def of_the_time(ns: int, gpu: GpuAccount) -> str:
     """A part of the time in which a GPU had something to do, for a sentence: what loudness is measured by.
 
-    Pauses are spoken of where they change the figure.
+    Pauses are spoken of where they change the figure: one that they change by its rounding alone is the account's.
     """
-    part = share(ns, gpu.asked_ns)
-    return f"{part} of the time" + ("" if part == share(ns, gpu.window_ns) else " with work to do")
+    if gpu.asked_ns >= 0.99 * gpu.window_ns:
+        return f"{share(ns, gpu.window_ns)} of the time"
+    return f"{share(ns, gpu.asked_ns)} of the time with work to do"
 
 
 class Ledger:

@@ -130,8 +130,10 @@ def find(joined: JoinedRecording) -> Finding | None:
         left = copying.total_ns - copying.intersect_ns(others)  # both directions at once are one wait
         alone = joined.x_dur[rows] - compute.within(joined.x_start[rows], joined.x_end[rows])
         alone = np.minimum(alone, joined.device.free_ns[rows])
+        loss = (alone * min(left / max(int(alone.sum()), 1), 1.0)).astype(np.int64)
+        left = int(loss.sum())  # no more than is free, as the title says
         chosen.append(rows)
-        losses.append((alone * (left / max(int(alone.sum()), 1))).astype(np.int64))
+        losses.append(loss)
         gpu = f"{_gpu(joined, rows)}: " if several else ""
         every = joined.busy(Engine.COPY, process=process)
         other = every.total_ns - every.intersect_ns(compute) - exposed

@@ -43,8 +43,8 @@ CAUSE = cause_of(__name__)
 LOADS, STORES, INSIDE = "loads", "stores", "copies inside the GPU"
 HARDLY = 0.01  # of what is lost: a change that saves less is none
 AHEAD = Change(
-    "Submit each load one step earlier, on a stream of its own, and let the compute stream wait for its event just "
-    "before the first kernel that needs it",
+    "Submit each load as soon as it is known that it is needed, one step earlier if that is possible, on a stream of "
+    "its own, and let the compute stream wait for its event just before the first kernel that needs it",
     share=1.0,
 )
 HELD = Change(
@@ -79,8 +79,10 @@ def find(joined: JoinedRecording) -> Finding | None:
     copies = _copies(joined, gpu, alone)
     rows, by_direction = copies.rows, copies.by_direction
     late = gpu.stretches.sum_ns(mine & (gpu.stretches.caller != NOBODY))
-    slow = gpu.stretches.sum_ns(mine & (gpu.stretches.line == Line.BELOW_LINK_RATE))
-    evidence = [*_alone(lost, slow, by_direction, gpu), *_submitted(copies), *_launched(joined, gpu, late, lost)]
+    slow, full = (
+        gpu.stretches.sum_ns(mine & (gpu.stretches.line == line)) for line in (Line.BELOW_LINK_RATE, Line.AT_LINK_RATE)
+    )
+    evidence = [*_alone(lost, full, by_direction, gpu), *_submitted(copies), *_launched(joined, gpu, late, lost)]
     waited = waited_copies(joined, rows)
     evidence[1:1] = waited.evidence()
     promised = joined.account.claimed_ns(gpu, WEIGHTS, COPIES)
@@ -106,20 +108,21 @@ def find(joined: JoinedRecording) -> Finding | None:
     )
     if lacks:
         return joined.line_question(CAUSE, f"Only copies ran for {{lost}}, and {lacks}", gpu, loss, evidence, lacks)
-    title = f"The GPU waited {{lost}} for {_noun(by_direction)}, {of_the_time(lost, gpu)}"
+    title = f"The GPU waited {{lost}} for {_noun(by_direction, lost)}, {of_the_time(lost, gpu)}"
     return joined.line_finding(CAUSE, title, gpu, loss, evidence=evidence, cure=cure)
 
 
-def _alone(lost: int, slow: int, by_direction: list[tuple[str, int]], gpu: GpuAccount) -> Iterator[Evidence]:
+def _alone(lost: int, full: int, by_direction: list[tuple[str, int]], gpu: GpuAccount) -> Iterator[Evidence]:
     """For how many ns only copies ran, by direction, and for how many at the link's rate."""
     parts = ", ".join(f"{name} {ms(spent)}" for name, spent in by_direction)
+    both = sum(spent for _, spent in by_direction) - lost
+    parts += f"; {ms(both)} of this at the same time as another" if both >= HARDLY * lost else ""
     told = f"all of them {by_direction[0][0]}" if len(by_direction) == 1 else parts
     text = f"only copies ran for {ms(lost)}, {share(lost, gpu.window_ns)} of the serving window: {told}"
     yield Evidence(text, lost, "ns", MEASURED)
-    if lost > slow:
-        of = f"for {share(lost - slow, lost)} of these {ms(lost)}" if slow else "for all this time"
-        inside = " or inside the GPU" if INSIDE in dict(by_direction) else ""
-        yield Evidence(f"{of}, copies ran at the link's full rate{inside}", lost - slow, "ns", MEASURED)
+    if full:
+        of = f"for {share(full, lost)} of these {ms(lost)}" if full < lost else "for all this time"
+        yield Evidence(f"{of}, copies ran at the link's full rate", full, "ns", MEASURED)
 
 
 def _ahead(joined: JoinedRecording) -> Change:
@@ -266,8 +269,12 @@ def _beside_compute(by_direction: list[tuple[str, int]], changes: tuple[Change, 
     return [Change(change.text, share=max(hidden, 0.0) * ns / total) for change, ns in matter]
 
 
-def _noun(by_direction: list[tuple[str, int]]) -> str:
-    """What was waited for: loads or stores, where nearly all of it is; else copies."""
+def _noun(by_direction: list[tuple[str, int]], lost: int) -> str:
+    """What was waited for `lost` ns: loads or stores, where all of it is; else copies, and what nearly all of them are.
+
+    That figure is not said to be of loads where the evidence has another one of loads.
+    """
     total = sum(ns for _, ns in by_direction)
-    one = next((name for name, ns in by_direction if name in (LOADS, STORES) and ns >= 0.9 * total), "copies")
-    return {LOADS: "loads (CPU to GPU)", STORES: "stores (GPU to CPU)"}.get(one, one)
+    names = {LOADS: "loads (CPU to GPU)", STORES: "stores (GPU to CPU)"}
+    one, spent = next(((names[name], ns) for name, ns in by_direction if name in names and ns >= 0.9 * total), ("", 0))
+    return "copies" if not one else one if ms(spent) == ms(lost) else f"copies, nearly all of them {one}"

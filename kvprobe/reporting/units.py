@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kvprobe.durations import three_digits, time_text
+from kvprobe.durations import percent_text, three_digits, time_text
 
 __all__ = [
     "ABOVE_LINK",
@@ -79,10 +79,7 @@ def count_text(value: float | None) -> str:
 
 def percent(share: float | None) -> str:
     """A share of one as per cent."""
-    if share is None or not _finite(share):
-        return NONE
-    value = share * 100
-    return f"{value:.0f}%" if abs(value) >= 9.95 else f"{value:.1f}%" if abs(value) >= 0.05 or value == 0 else "<0.1%"
+    return percent_text(share) if share is not None and _finite(share) else NONE
 
 
 def link_share(share: float | None) -> str:

@@ -28,7 +28,7 @@ SAID = [
 def test_the_change_fits_what_held_the_copies_up(program, change, what, evidence, tmp_path):
     recording = open_recording(unpack(DATA / f"{program}.json.gz", tmp_path))
     (finding,) = [one for one in examine(recording) if one.cause == "waiting_for_copies"]
-    assert f"for {what} (" in finding.title
+    assert f" {what} (" in finding.title
     assert finding.cure[0].text.startswith(change.text)
     assert any(evidence in one.text for one in finding.evidence)
 
