@@ -6,7 +6,7 @@ run from the best-evidenced to the least, and the sum of what they claim is neve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -87,6 +87,18 @@ def of_the_time(ns: int, gpu: GpuAccount) -> str:
     if gpu.asked_ns >= 0.99 * gpu.window_ns:
         return f"{share(ns, gpu.window_ns)} of the time"
     return f"{share(ns, gpu.asked_ns)} of the time with work to do"
+
+
+def _places(owner: Array, stream: Array, lost: Array, most: int) -> Iterator[tuple[Array, int]]:
+    """The rows of each owner and stream, by number, and what they lost in ns; those that lost most first."""
+    streams = stream.astype(np.int64) + 1
+    key = owner * (int(streams.max()) + 1) + streams
+    order = np.argsort(key, kind="stable")
+    edges = group_starts(key[order])
+    sums = np.add.reduceat(lost[order], edges)
+    parts = np.split(order, edges[1:])
+    for place in np.argsort(-sums, kind="stable")[:most].tolist():
+        yield parts[place], int(sums[place])
 
 
 class Ledger:
@@ -352,15 +364,8 @@ class JoinedRecording(Joined):
         """Lost time of calls by process, thread and stream, most first."""
         if not len(rows):
             return ()
-        streams = self.stream[rows].astype(np.int64) + 1
-        key = self.caller[rows] * (int(streams.max()) + 1) + streams
-        order = np.argsort(key, kind="stable")
-        edges = group_starts(key[order])
-        sums = np.add.reduceat(lost[order], edges)
-        counts = np.diff(np.append(edges, len(order)))
         out = []
-        for g in np.argsort(-sums, kind="stable")[:most]:
-            members = order[edges[g] : edges[g] + counts[g]]
+        for members, ns in _places(self.caller[rows], self.stream[rows], lost, most):
             worst = rows[members[np.argmax(lost[members])]]
             process, thread = int(self.process[worst]), int(self.thread[worst])
             out.append(
@@ -372,8 +377,8 @@ class JoinedRecording(Joined):
                     stream=int(self.stream[worst]),
                     stream_name=self.stream_name(int(self.stream[worst])) if self.stream[worst] >= 0 else "",
                     range=self.innermost_range(process, thread, int(self.start[worst])),
-                    lost_ns=int(sums[g]),
-                    calls=int(counts[g]),
+                    lost_ns=ns,
+                    calls=len(members),
                 )
             )
         return tuple(out)
@@ -383,15 +388,9 @@ class JoinedRecording(Joined):
         if not len(rows):
             return ()
         table = self.recording.executions
-        streams = table["stream"][rows].astype(np.int64) + 1
-        key = table["process"][rows].astype(np.int64) * (int(streams.max()) + 1) + streams
-        order = np.argsort(key, kind="stable")
-        edges = group_starts(key[order])
-        sums = np.add.reduceat(lost[order], edges)
-        counts = np.diff(np.append(edges, len(order)))
         out = []
-        for g in np.argsort(-sums, kind="stable")[:most]:
-            row = rows[order[edges[g]]]
+        for members, ns in _places(table["process"][rows].astype(np.int64), table["stream"][rows], lost, most):
+            row = rows[members[0]]
             process, stream = int(table["process"][row]), int(table["stream"][row])
             out.append(
                 Where(
@@ -400,8 +399,8 @@ class JoinedRecording(Joined):
                     rank=self.rank(process),
                     stream=stream,
                     stream_name=self.stream_name(stream) if stream >= 0 else "",
-                    lost_ns=int(sums[g]),
-                    calls=int(counts[g]),
+                    lost_ns=ns,
+                    calls=len(members),
                 )
             )
         return tuple(out)
