@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,7 @@ def command(
     that opens without a network.
     """
     from kvprobe.reporting import check_writable, write_report
-    from kvprobe.reporting.headline import NO_CAUSE, WORDS, terminal_lines
+    from kvprobe.reporting.headline import NO_CAUSE
 
     check_writable(output, force=force)
     refuse_input(output, inputs)
@@ -79,11 +80,7 @@ def command(
         if verdict.state == "undecided":
             _print_undecided(verdict, findings)
         elif named:
-            for line in terminal_lines(recording, named[0]):
-                click.echo(plain(line))
-            for one in [*named[1:], *(one for one in told if one.severity == "info")]:
-                waited = _waited(one) if one.severity == "info" else ""
-                click.echo(plain(f"also, {WORDS[one.severity].lower()}: {one.title}{waited} ({one.cause})"))
+            _print_found(recording, named, [one for one in told if one.severity == "info"])
             _print_open(findings, named[0])
         else:
             said = f"{verdict.reason}{NO_CAUSE}" if verdict.state == "found" else verdict.reason
@@ -94,6 +91,21 @@ def command(
         click.echo(f"{path}")
     if show:
         click.launch(path.resolve().as_uri())
+
+
+def _print_found(recording: Recording, named: Sequence[Finding], small: Sequence[Finding]) -> None:
+    """The most severe finding; of each other one its title, and its change where none saves as much."""
+    from kvprobe.commands._reading import plain
+    from kvprobe.reporting.headline import WORDS, change_lines, terminal_lines
+
+    best = max(named, key=lambda one: one.predicted_saving_ns or 0)
+    lines = terminal_lines(recording, named[0])
+    for one in (*named[1:], *small):
+        waited = _waited(one) if one.severity == "info" else ""
+        lines.append(f"also, {WORDS[one.severity].lower()}: {one.title}{waited} ({one.cause})")
+        lines += change_lines(one) if one is best else []
+    for line in lines:
+        click.echo(plain(line))
 
 
 def _waited(finding: Finding) -> str:

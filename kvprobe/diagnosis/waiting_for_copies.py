@@ -53,6 +53,11 @@ HELD = Change(
     "kernels have ended",
     share=1.0,
 )
+BEHIND_STORES = (
+    "Let loads run while the model computes: submit them on a stream for loads only. Today they share a stream with {} "
+    "stores, and wait until these are done. If they also wait for a kernel that reads their buffer, load into a second "
+    "buffer"
+)
 BEHIND = Change(
     "Let the next step begin before the stores of this step have ended: submit stores on a stream of their own, and "
     "wait for their events only before their blocks are reused",
@@ -89,7 +94,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     others = promised + joined.account.claimed_ns(gpu, WAITS, COPIES)
     hidden = gpu.ns(Line.COMPUTING) - _beside(joined, gpu) - others  # what computes can hide only so much, once
     evidence += _no_room(gpu, hidden, lost, others)
-    first = HELD if 2 * int(copies.held.sum()) > len(rows) else _ahead(joined)
+    first = _held(joined, rows[copies.held]) if 2 * int(copies.held.sum()) > len(rows) else _ahead(joined)
     changes = waited.change(first), waited.change(BEHIND)
     beside = _beside_compute(by_direction, changes, min(hidden / lost, 1.0) if lost else 1.0)
     fewer = [FEWER_STORES if [name for name, _ in by_direction] == [STORES] else FEWER]
@@ -129,6 +134,21 @@ def _ahead(joined: JoinedRecording) -> Change:
     """AHEAD, with the options of the servers that may be meant."""
     options = {"vLLM": "vLLM calls this asynchronous loading", "SGLang": "SGLang calls this prefetch"}
     return Change(with_options(joined.recording, AHEAD.text, options), share=AHEAD.share)
+
+
+def _held(joined: JoinedRecording, rows: Array) -> Change:
+    """What lets these copies begin earlier: HELD, or less where their stream holds loads behind stores."""
+    table = joined.recording.executions
+    loads = rows[table["direction"][rows] == Direction.H2D]
+    streams, count = np.unique(table["stream"][loads], return_counts=True)
+    if not len(streams):
+        return HELD
+    stream = table["stream"] == streams[np.argmax(count)]  # the one with most of these loads
+    stores = int((stream & (table["engine"] == Engine.COPY) & (table["direction"] == Direction.D2H)).sum())
+    computes = bool((stream & (table["engine"] == Engine.KERNEL)).any())
+    if computes or 2 * stores < len(loads):
+        return HELD
+    return Change(BEHIND_STORES.format(f"{stores:,}"), share=HELD.share)
 
 
 class _Activity(NamedTuple):

@@ -574,7 +574,7 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
     what = {"host": "of thread time", "copy engine": "of copy time", "device": "of GPU time"}.get(finding.lost_on, "")
     meta = [
         finding.cause.replace("_", " "),
-        {"certain": "certain", "likely": "likely", "cannot tell": "cannot tell"}[finding.confidence],
+        headline.sure_text(finding),
     ]
     where = headline.place(finding)
     if where:
@@ -610,7 +610,7 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
         "meta": " · ".join(meta),
         "lost": _lost(finding, what),
         "evidence": evidence,
-        "cures": headline.changes_parts(finding.cure),
+        "cures": headline.changes_parts(headline.shown_changes(finding)),
         "calls": _calls_table(finding, recording, found) if finding.calls else None,
         "places": places,
         "chart": _zoom(i, finding, recording, found),

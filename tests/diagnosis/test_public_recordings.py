@@ -140,6 +140,11 @@ def test_lazy_loading_is_what_was_slow_in_a_shallow_eager_step(found):
     assert findings["first_calls"].severity == "info"
 
 
+def test_calls_that_free_memory_at_the_end_are_in_the_account_and_said_to_be_no_part_of_the_finding(found):
+    said = [one.text for one in found("extrap/concurrent_profile16.sqlite")["allocation_on_hot_path"].evidence]
+    assert any(one.startswith("another ") and "such calls took 15." in one for one in said), said
+
+
 def test_a_test_program_of_2022_spends_its_time_in_allocation_and_at_its_start(found, shared_data):
     findings = found("extrap/concurrent_profile16.sqlite")
     assert not QUEUE & set(findings)
