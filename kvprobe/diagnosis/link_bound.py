@@ -192,7 +192,7 @@ def _why_slow(slow: float, could: PcieLink, several: bool) -> tuple[Change, ...]
     """What comes before fewer bytes where the link may be able to carry more: then as many bytes take less time."""
     if not slow:
         return ()
-    shared = ", also with one GPU loading at a time" if several else ""
+    shared = ". Record again with one GPU loading at a time, too: the GPUs may share a link" if several else ""
     text = (
         f"Find out why the link carries only {slow / 1e9:.1f} GB/s ({could.text}): "
         "`kvprobe doctor` shows its lanes and its rate"

@@ -37,6 +37,7 @@ __all__ = [
     "shown_changes",
     "sure_text",
     "terminal_lines",
+    "with_units",
 ]
 
 DIRECTIONS = {
@@ -271,16 +272,19 @@ def _places(where: Sequence[Where], count: int) -> str:
     return f"stream{several}" if all(one.stream >= 0 for one in where) else f"place{several}"
 
 
-def micro(text: str) -> str:
-    """A number and its µs stay on one line; "us", as auto and older recordings spell it, becomes µs."""
-    return re.sub(r"(?<=\d) [uµ]s\b", "\u00a0µs", text)
+_UNIT = re.compile(r"(?<=\d) (?=(?:[nµm]?s|[kMGT]B|[KMGT]iB)\b)")
+
+
+def with_units(text: str) -> str:
+    """A number and its unit stay on one line; "us", as auto and older recordings spell it, becomes µs."""
+    return _UNIT.sub("\u00a0", re.sub(r"(?<=\d) us\b", " µs", text))
 
 
 def _sentences(texts: Sequence[str], headline: str) -> str:
     """The first two of these that say more than the headline does, as sentences."""
     said = set(re.findall(r"[\w.]+", headline.lower()))
     new = [one for one in texts if len(said & set(re.findall(r"[\w.]+", one.lower()))) < 0.6 * len(said)]
-    return " ".join(micro(one)[:1].upper() + micro(one)[1:].rstrip(".") + "." for one in new[:2])
+    return " ".join(with_units(one)[:1].upper() + with_units(one)[1:].rstrip(".") + "." for one in new[:2])
 
 
 NO_CAUSE = "; no single cause explains much of this"  # behind what a GPU waited
@@ -325,7 +329,7 @@ def of_recording(
     if rest:
         more = f"{undecided} more {'is' if undecided == 1 else 'are'} undecided" if undecided else ""
         facts.append(Fact("Other findings", str(rest), "; ".join(filter(None, (_cost_of(order[1:]), more)))))
-    out = PageHead(first.severity, headline, detail, facts, changes_parts(shown_changes(first)[:3]))
+    out = PageHead(first.severity, with_units(headline), detail, facts, changes_parts(shown_changes(first)[:3]))
     if first.calls:
         same = [one for one in first.where if one.thread == first.calls[0].thread]
         stream = first.calls[0].stream_name or (same[0].stream_name if same else "")

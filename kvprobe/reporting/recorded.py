@@ -579,7 +579,9 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
     where = headline.place(finding)
     if where:
         meta.append(where)
-    said = dict.fromkeys((headline.micro(one.text), one.how) for one in finding.evidence)  # alike of two GPUs: once
+    said = dict.fromkeys(
+        (headline.with_units(one.text), one.how) for one in finding.evidence
+    )  # alike of two GPUs: once
     evidence = [{"text": text, "how": how} for text, how in said]
     if finding.reason:
         evidence.append({"text": finding.reason[:1].upper() + finding.reason[1:], "how": ""})
@@ -606,7 +608,7 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
         "state": state,
         "open": i < 3 and (i == 0 or finding.severity != "info"),
         "word": headline.WORDS[state],
-        "title": finding.title,
+        "title": headline.with_units(finding.title),
         "meta": " · ".join(meta),
         "lost": _lost(finding, what),
         "evidence": evidence,
