@@ -37,6 +37,7 @@ __all__ = [
     "shown_changes",
     "sure_text",
     "terminal_lines",
+    "waited_text",
     "with_units",
 ]
 
@@ -195,10 +196,20 @@ def sure_text(finding: Finding) -> str:
     return "the wait is certain" if alone else finding.confidence
 
 
+def waited_text(finding: Finding) -> str:
+    """How long the GPU waited for what threads or copies lost, behind a title; "" if that is not known, or the same."""
+    own = finding.lost_on not in ("device", "none") and not only_waited(finding)
+    if finding.device_ns is None or finding.no_kernel_follows or not own:
+        return ""
+    if not finding.device_ns:
+        return "; the GPU did not wait for it"
+    return f"; the GPU waited {duration(finding.device_ns)} for it"
+
+
 def terminal_lines(recording: Recording, finding: Finding) -> list[str]:
     """The first finding for a terminal: its title, cause, the call that lost most, and the first change."""
     out = [
-        f"{WORDS[finding.severity]}: {finding.title}",
+        f"{WORDS[finding.severity]}: {finding.title}{waited_text(finding)}",
         f"  cause           {finding.cause} ({sure_text(finding)}); `kvprobe causes {finding.cause}` explains it",
     ]
     for call in finding.calls[:1]:

@@ -185,6 +185,13 @@ def test_the_change_that_saves_most_is_shown_although_another_finding_comes_firs
     assert "<dt>How sure</dt><dd>The wait is certain" in page
 
 
+def test_the_terminal_says_how_long_the_gpu_waited_where_that_is_another_figure(kvprobe, tmp_path: Path) -> None:
+    recording = ACCOUNTS / "stores_of_a_prefill_hold_back_the_next_one.sqlite.gz"
+    _, out, _ = kvprobe("report", recording, "-o", tmp_path / "page.html")
+    assert "1,421 submissions blocked for 51.8 ms; the GPU waited 21.2 ms for it\n" in out
+    assert "also, critical: The link is the limit: only copies ran for 13.9 ms, at the link's full rate (link" in out
+
+
 def test_the_page_counts_what_is_undecided_beside_the_other_findings(kvprobe, tmp_path: Path) -> None:
     recording = DATA / "fresh" / "nsys" / "loads_that_stand_behind_stores_of_one_stream.sqlite.gz"
     kvprobe("report", recording, "-o", tmp_path / "page.html")
