@@ -100,7 +100,7 @@ def find(joined: JoinedRecording) -> Finding | None:
 
 
 def _few(ns: Array) -> str:
-    """That few of many calls lost nearly all of the time, for behind their number; "" where it is not so."""
+    """That few of many calls lost nearly all the time, for behind their number; "" where it is not so."""
     longest = np.cumsum(np.sort(ns)[::-1])
     few = int(np.searchsorted(longest, 0.99 * longest[-1])) + 1
     return f", {few:,} of them for {ms(int(longest[few - 1]))}" if 4 * few <= len(ns) else ""

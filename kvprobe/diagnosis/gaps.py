@@ -55,7 +55,7 @@ def nothing_to_do(joined: JoinedRecording, gaps: Gaps) -> Array:
 class Outside(NamedTuple):
     """How long threads neither submitted work nor waited for the GPU: `ns`, and `text` for a sentence.
 
-    The text has the same time by the lines of the account, in brackets, where that is more than one line.
+    The text has the same time split into the lines of the account, in brackets, where it is in more than one.
     """
 
     ns: int

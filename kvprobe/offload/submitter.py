@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
     from kvprobe.offload.cells import Cells
 
-__all__ = ["Bounds", "Copies", "Submission", "SubmitOptions", "Submitter", "open_native"]
+__all__ = ["Bounds", "Copies", "Submission", "SubmissionOptions", "Submitter", "open_native"]
 
 log = logging.getLogger("kvprobe")
 
@@ -199,7 +199,7 @@ class Submission(Job["Submitter"]):
         return max(1, self.noticed_ns - self.submitted_ns)
 
 
-class SubmitOptions(TypedDict, total=False):
+class SubmissionOptions(TypedDict, total=False):
     """What `Submitter.submit` and `submit_all` can be told besides; `submit_all` says what each means."""
 
     after: int | None
@@ -282,7 +282,7 @@ class Submitter:
         side = Side(bases=self._coded[2].ctypes.data, blocks=cells.a_layer, factor=1)
         return {"cells": config, "cpu": side, "gpu": side, "copy_bytes": cells.copy_bytes, "layers": len(cells.bases)}
 
-    def submit(self, copies: Copies, direction: str, **options: Unpack[SubmitOptions]) -> Submission:
+    def submit(self, copies: Copies, direction: str, **options: Unpack[SubmissionOptions]) -> Submission:
         """Hands copies over and leaves: as `submit_all`, of one submission."""
         return self.submit_all([[copies]], direction, **options)[0]
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from kvprobe.diagnosis.finding import ranked
 from kvprobe.diagnosis.verdict import of_recording as diagnosis_verdict
+from kvprobe.diagnosis.waiting_for_copies import CAUSE as WAITING_FOR_COPIES
+from kvprobe.diagnosis.waiting_for_host import CAUSE as WAITING_FOR_HOST
 from kvprobe.recordings.model import Direction
 from kvprobe.recordings.serving import recorded_span
 from kvprobe.reporting.units import count_text, duration, percent
@@ -187,7 +189,7 @@ def saving_text(change: Change, before: Sequence[Change] = ()) -> str:
     return f"predicted to save {duration(saved)}"
 
 
-WAITS_ALONE = ("waiting_for_copies", "waiting_for_host")  # no cause of their own: what the others leave of a wait
+WAITS_ALONE = (WAITING_FOR_COPIES, WAITING_FOR_HOST)  # no cause of their own: what the others leave of a wait
 
 
 def sure_text(finding: Finding) -> str:
