@@ -12,8 +12,9 @@ microseconds between two copies of a stream count, too, if the second copy was a
 no kernel of the process runs, because nothing waits for a store that runs beside compute. The link's rate is the
 machine's figure if the recording has one. Otherwise kvprobe takes the rate of the largest copies in the recording. If
 there are only small copies, and their sizes differ by a factor of four, kvprobe takes the rate at which copies become
-longer with their bytes. Otherwise, if half of the copies take less than 6 µs, kvprobe assumes 55 GB/s (PCIe 5.0
-x16), and the finding is only likely. Copies that take longer on a link of unknown speed do not count.
+longer with their bytes. Otherwise, if half of the copies take less than 6 µs, kvprobe assumes what the GPU's link
+carries (55 GB/s for PCIe 5.0 x16), and the finding is only likely. Copies that take longer on a link of unknown speed
+do not count.
 
 Predicted saving: if the recording has addresses, joining neighbours saves the extra time of every copy that begins
 where the copy before it ends, at the source and at the destination. If the recording has no addresses or no neighbours,

@@ -7,9 +7,10 @@ program copies them one by one. With a call for each 16 KiB, a program cannot fi
 Signature: one thread makes copies right after one another, on one stream and in one direction, and each begins where
 the copy before it ends, at the source and at the destination. In between, the thread waited for nothing, and the stream
 was given nothing else. The calls take longer than their bytes need on the link. (If the link's rate is not known,
-kvprobe compares with the time that the copies executed, and otherwise with 55 GB/s.) Calls for larger copies are hidden
-behind the bytes. The calls must take at least a millisecond and at least a fiftieth of the caller's time. Streams with
-a full launch queue belong to the causes of a full queue, where merging is one of the changes.
+kvprobe compares with the time that the copies executed, and otherwise with what the GPU's link carries.) Calls for
+larger copies are hidden behind the bytes. The calls must take at least a millisecond and at least a fiftieth of the
+caller's time. Streams with a full launch queue belong to the causes of a full queue, where merging is one of the
+changes.
 
 Needs: addresses, which kvprobe's own recordings have. Of a batch, the recording has only the first address.
 

@@ -6,8 +6,8 @@ loads are submitted ahead and a part of them still runs alone, they take longer 
 
 Signature: this cause has no signature of its own. The lines "waiting for copies" of the report say for how long only
 copies ran. This cause gets the part of these lines that no other cause explains. The evidence says what the recording
-shows about the copies: whether they were submitted too late, or early but had to wait in their stream. The report calls
-this cause certain, because the wait itself is measured. Why the copies were late, only the evidence says.
+shows about the copies: whether they were submitted too late, or early but had to wait in their stream. The wait itself
+is measured, so the report says that the wait is certain. Why the copies were late, only the evidence says.
 
 Before the first kernel of the window, and after the last one, nothing shows whether a model waited: weights may have
 been loaded, or the model may have ended. kvprobe does not decide about this time.
