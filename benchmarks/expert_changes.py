@@ -1,16 +1,18 @@
 """What `kvprobe stats -r expert_changes` predicts against what each change gives: llama.cpp's calls, played.
 
-    python benchmarks/expert_changes.py [--rounds 3] [--steps 150] [--json FILE] [--keep FOLDER]
+    python benchmarks/expert_changes.py [--turns 3] [--steps 600] [--json FILE] [--keep FOLDER]
 
 A model of 8 layers keeps its experts in CPU memory, 64 to a layer in three tensors each, of which a router picks 6. Of
 each layer (`ggml_backend_sched_compute_splits` of llama.cpp's ggml-backend.cpp): a kernel up to the router, the picked
 ids to the CPU, a wait for them, then of each tensor the runs of picked experts by cudaMemcpyAsync on the stream that
-computes, and the kernel that multiplies. That is recorded by `kvprobe run`. Then it is played again as it was and with
-each change, in turns and not recorded: slots for experts on the GPU, whole tensors there, and uploads that begin while
-the layer before computes. Kernels spin for a given time. Without a GPU the host runtime is used, whose figures on a
-busy machine mean nothing.
+computes, and the kernel that multiplies. Each turn that is recorded by `kvprobe run`, for the prediction; then another
+process, not recorded, plays it as it was and with each change, by turns of 25 steps with one device's memory: slots for
+experts on the GPU, whole tensors there, and uploads that begin while the layer before computes. What a change saves is
+the median of what it saved in each 25 steps, as all steps would. Kernels spin for a given time. Without a GPU the host
+runtime is used, whose figures on a busy machine mean nothing.
 
-Exit code 1: on a GPU, the saving that was predicted is more than a quarter beside the measured one.
+Exit code 1: on a GPU, the saving that was predicted is more than a quarter beside the measured one, in the median of
+the turns.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ STRIDE = 256 << 10
 TENSOR = EXPERTS * STRIDE
 COMPUTE_NS = 40_000
 PADDING = 512
+BLOCK = 25  # steps that are played one way, before those of another
 TRIED = 64 << 20  # of the host memory's begin, which Device copies from and to as it starts: no expert lies there
 AS_IT_IS, SLOTS, FIXED, PREFETCH = "as it is", "slots", "fixed", "prefetch"
 BOUND = 0.25
@@ -47,8 +50,8 @@ BOUND = 0.25
 class Model:
     """The calls of one model, as it is or changed."""
 
-    def __init__(self, slots: int = 0, fixed: int = 0) -> None:
-        self.gpu = Device(size=TRIED + LAYERS * PARTS * TENSOR + (1 << 20), streams=4)
+    def __init__(self, gpu: Device, slots: int = 0, fixed: int = 0) -> None:
+        self.gpu = gpu
         self.stream, self.copying = self.gpu.compute, self.gpu.copies[0]
         self.experts = self.gpu.host + TRIED
         self.ids = self.experts + LAYERS * PARTS * TENSOR + (64 << 10)
@@ -93,28 +96,35 @@ class Model:
         gpu.sync(self.stream)
 
 
-def play(way: str, count: int, steps: int) -> dict[str, Any]:
-    """All steps one way: how long they took, ns, and whether that was on a GPU."""
-    model = Model(slots=count if way == SLOTS else 0, fixed=count if way == FIXED else 0)
-    step = model.step_ahead if way == PREFETCH else model.step
+def play(ways: list[tuple[str, int]], steps: int) -> dict[str, Any]:
+    """All steps each way, by turns: how long each block of them took, ns, and whether that was on a GPU."""
+    gpu = Device(size=TRIED + LAYERS * PARTS * TENSOR + (1 << 20), streams=4)
+    models = [Model(gpu, slots=count if way == SLOTS else 0, fixed=count if way == FIXED else 0) for way, count in ways]
+    calls = [one.step_ahead if way == PREFETCH else one.step for one, (way, _) in zip(models, ways, strict=True)]
+    took: list[list[int]] = [[] for _ in ways]
     picks = list(routed(5, steps, LAYERS, EXPERTS, PICKED))
-    begin = time.perf_counter_ns()
-    for one in picks:
-        step(one)
-    return {"took_ns": time.perf_counter_ns() - begin, "gpu": model.gpu.gpu}
+    for first in range(0, steps, BLOCK):
+        turn = first // BLOCK
+        for number in range(turn, turn + len(ways)):  # another one begins each time
+            step = calls[number % len(ways)]
+            begin = time.perf_counter_ns()
+            for one in picks[first : first + BLOCK]:
+                step(one)
+            took[number % len(ways)].append(time.perf_counter_ns() - begin)
+    return {"took_ns": took, "gpu": gpu.gpu}
 
 
-def played(way: str, count: int, steps: int, under: tuple[str, ...] = ()) -> dict[str, Any]:
+def played(ways: list[tuple[str, int]], steps: int, under: tuple[str, ...] = ()) -> dict[str, Any]:
     """The same in a process of its own, under a command or alone."""
-    command = [*under, sys.executable, __file__, "--play", way, "--count", str(count), "--steps", str(steps)]
+    command = [*under, sys.executable, __file__, "--play", json.dumps(ways), "--steps", str(steps)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
     out: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     return out
 
 
-def predicted(steps: int, keep: Path | None) -> tuple[list[tuple[str, int, int | None]], int, float]:
-    """Way, count and saved ns of the changes, from a recording of the model as it is; how long that took, ns.
+def predicted(steps: int, keep: Path | None) -> tuple[dict[tuple[str, int], int | None], int, float]:
+    """Saved ns by way and count of the changes, from a recording of the model as it is; how long that took, ns.
 
     And the share of the time in which the GPU was observed. What is saved is None where nothing shows what the GPU did.
     """
@@ -127,51 +137,62 @@ def predicted(steps: int, keep: Path | None) -> tuple[list[tuple[str, int, int |
     with tempfile.TemporaryDirectory() as folder:
         to = keep or Path(folder) / "run"
         run = (sys.executable, "-m", "kvprobe", "run", "--no-stacks", "--report", "none", "-o", str(to), "--")
-        took = played(AS_IT_IS, 0, steps, run)["took_ns"]
+        took = sum(played([(AS_IT_IS, 0)], steps, run)["took_ns"][0])
         recording = open_recording(to)
     (uploads,) = expert_uploads(recording)
     gains = expert_gains(recording, account_of(Joined(recording)), uploads)
-    out: list[tuple[str, int, int | None]] = []
+    out: dict[tuple[str, int], int | None] = {}
     for way in (SLOTS, FIXED, PREFETCH):
         mine = [one for one in gains.changes if one.what == way]
         for one in mine[1:2] or mine:
-            out.append((way, one.count, one.saved_ns))
+            out[way, one.count] = one.saved_ns
     return out, took, gains.observed
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the recording there")
-    parser.add_argument("--play", help=argparse.SUPPRESS)
-    parser.add_argument("--count", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the last recording there")
+    parser.add_argument("--play", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.play:
-        print(json.dumps(play(options.play, options.count, options.steps)))
+        print(json.dumps(play(options.play, options.steps)))
         return 0
-    changes, recorded, observed = predicted(options.steps, options.keep)
-    ways = [(AS_IT_IS, 0), *((way, count) for way, count, _ in changes)]
-    times: dict[tuple[str, int], list[int]] = {one: [] for one in ways}
+    said: dict[tuple[str, int], list[int]] = {}
+    measured: dict[tuple[str, int], list[float]] = {}
+    ways: list[tuple[str, int]] = []
     on_gpu = False
-    for _ in range(options.rounds):
-        for one in ways:
-            done = played(*one, options.steps)
-            times[one].append(done["took_ns"])
-            on_gpu = done["gpu"]
-    before = statistics.median(times[AS_IT_IS, 0])
-    print(f"as it is {before / 1e6:.1f} ms (recorded by kvprobe run: {recorded / 1e6:.1f}, {observed:.0%} observed)")
+    for turn in range(options.turns):
+        last = turn == options.turns - 1
+        saved, recorded, observed = predicted(options.steps, options.keep if last else None)
+        ways = ways or [(AS_IT_IS, 0), *saved]  # what is measured first is measured always
+        done = played(ways, options.steps)
+        on_gpu = done["gpu"]
+        before, *others = done["took_ns"]
+        print(
+            f"turn {turn + 1}: as it is {statistics.median(before) * len(before) / 1e6:.1f} ms (recorded by kvprobe "
+            f"run: {recorded / 1e6:.1f}, {observed:.0%} observed)"
+        )
+        for one, after in zip(ways[1:], others, strict=True):
+            gain = statistics.median(was - now for was, now in zip(before, after, strict=True)) * len(before)
+            measured.setdefault(one, []).append(gain)
+            ns = saved.get(one)
+            said.setdefault(one, []).extend([] if ns is None else [ns])
+            told = "not known" if ns is None else f"{ns / 1e6:.1f} ms, {ns / gain - 1:+.0%} beside it"
+            print(f"  {one[0]:9} {one[1] or '':>5}  saves {gain / 1e6:.1f} ms, predicted {told}", flush=True)
     rows, wrong = [], 0
-    for way, count, saved in changes:
-        after = statistics.median(times[way, count])
-        measured = before - after
-        wrong += saved is None or abs(saved - measured) > BOUND * measured
-        rows.append({"way": way, "count": count, "predicted_ns": saved, "measured_ns": measured, "after_ns": after})
-        said = "not known" if saved is None else f"{saved / 1e6:.1f} ms, {saved / measured - 1:+.0%} beside it"
-        print(f"{way:9} {count or '':>5}  {after / 1e6:7.1f} ms: saves {measured / 1e6:.1f} ms, predicted {said}")
+    print(f"the median of {options.turns} turns of {options.steps} steps:")
+    for one in ways[1:]:
+        gain = statistics.median(measured[one])
+        ns = statistics.median(said[one]) if said[one] else None
+        wrong += ns is None or abs(ns - gain) > BOUND * gain
+        rows.append({"way": one[0], "count": one[1], "predicted_ns": said[one], "measured_ns": measured[one]})
+        told = "not known" if ns is None else f"{ns / 1e6:.1f} ms, {ns / gain - 1:+.0%} beside it"
+        print(f"  {one[0]:9} {one[1] or '':>5}  saves {gain / 1e6:.1f} ms, predicted {told}")
     if options.json:
-        options.json.write_text(json.dumps({"as_it_is_ns": before, "recorded_ns": recorded, "changes": rows}) + "\n")
+        options.json.write_text(json.dumps(rows) + "\n")
     return int(on_gpu and wrong > 0)
 
 

@@ -16,6 +16,7 @@ import numpy as np
 from kvprobe.account.activity import Activity, activities
 from kvprobe.account.gpu import BEGINS_NS, links_of, stretches_of
 from kvprobe.account.lines import COPIES, HOST, OPEN, Line, Unknown
+from kvprobe.account.not_kept import fill_not_kept
 from kvprobe.account.samples import Samples, fill
 from kvprobe.account.stretches import NOBODY, Stretches, overlay
 from kvprobe.account.threads import Threads
@@ -163,8 +164,8 @@ class GpuAccount:
             "waiting_for_host_ns": {line.key: self.ns(line) for line in HOST},
             "nothing_to_do_ns": self.ns(Line.NOTHING_TO_DO),
             "not_known_ns": {reason.key: ns for reason, ns in self.unknown_ns().items()},
-            "by_samples_ns": self.samples.ns,
-            "by_samples_error_ns": self.samples.error_ns if self.samples.ns else 0,
+            "by_samples_ns": self.samples.ns + self.samples.host_ns,
+            "by_samples_error_ns": self.samples.error_ns if self.samples.ns + self.samples.host_ns else 0,
         }
 
 
@@ -346,7 +347,7 @@ def account_of(joined: Joined) -> Account:
     for gpu in activities(joined):
         begin = _begin(joined, gpu)
         stretches = stretches_of(joined, gpu, threads, begin, max(serving.end_ns, begin))
-        samples = fill(stretches, gpu, threads)
+        samples = fill_not_kept(stretches, threads, fill(stretches, gpu, threads))
         inside = (gpu.end > begin) & (gpu.start < serving.end_ns)
         gpus.append(
             GpuAccount(
@@ -405,6 +406,7 @@ def _threads(joined: Joined, threads: Threads, gpus: list[GpuAccount]) -> list[T
         process = int(joined.process[row])
         timeline = threads.of(caller)
         begin = int(joined.serving.from_ns[process]) if process < len(joined.serving.from_ns) else threads.begin
+        begin = max(begin, min(threads.kept_from(caller), threads.end))
         edges = np.clip(timeline.edges, begin, threads.end) if begin > threads.begin else timeline.edges
         spent = np.zeros(len(Line), dtype=np.int64)
         for at in range(0, len(timeline.line), _AT_ONCE):

@@ -157,6 +157,9 @@ def _of_idleness(gpu: Activity, threads: Threads, edges: Array, what: Array) -> 
         parts.append(_by(piece[known], stop[known], line[known], np.full(int(known.sum()), one)))
         for reason in OPEN:
             parts.append(_same(piece[why == reason], stop[why == reason], Line.NOT_KNOWN, reason))
+        lost = why == Unknown.NOT_KEPT
+        *lines, details = _by(piece[lost], stop[lost], Line.NOT_KNOWN, np.full(int(lost.sum()), one))
+        parts.append((*lines, np.full_like(details, Unknown.NOT_KEPT)))
     return tuple(np.concatenate(column) for column in zip(*parts, strict=True))
 
 

@@ -99,6 +99,7 @@ class Unknown(IntEnum):
     GRAPH = 5
     BETWEEN_REQUESTS = 6
     OUTSIDE = 7
+    NOT_KEPT = 8
 
     @property
     def key(self) -> str:
@@ -116,6 +117,7 @@ class Unknown(IntEnum):
             Unknown.RECORDER: "the recorder itself was busy",
             Unknown.GRAPH: "a CUDA graph ran, and its operations were not recorded one by one",
             Unknown.BETWEEN_REQUESTS: "nothing shows whether the thread waited for a request or prepared one",
+            Unknown.NOT_KEPT: "most calls of that time were counted, and not kept one by one",
             Unknown.OUTSIDE: "the process waited for something outside CUDA: a socket, a file or a timer",
         }[self]
 

@@ -14,11 +14,18 @@ at the cost of the host's lines.
 
 The error is by resampling: so many stretches as there are, drawn anew, give all lines and the speed again. Where that
 is more than MOST of the window, nothing is filled.
+
+Of fewer than FEWEST stretches the error is not known that way. But a few long ones say as much as many: each counts for
+as many looks as pauses of the usual length have room in it. Then the error is what pauses would come to that each were
+like one of these looks, drawn at random; and as so many looks may all have missed what happens more seldom, so much of
+what was not seen may be anything (1 - 0.05 ** (1 / looks) of it: else one of them would have met it, in 19 cases of
+20).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -26,19 +33,20 @@ import numpy as np
 from kvprobe.account.activity import Activity
 from kvprobe.account.lines import COPIES, Line, Unknown
 from kvprobe.account.stretches import NOBODY, Stretches
-from kvprobe.account.threads import Threads
+from kvprobe.account.threads import KEPT_NS, Threads
+from kvprobe.recordings.intervals import distinct
 from kvprobe.recordings.model import Array, CallKind
 
-__all__ = ["MOST", "Samples", "fill"]
+__all__ = ["COVERED", "DRAWS", "MOST", "Samples", "fill", "put"]
 
 MOST = 0.05  # of the window: an error above it, and what was not seen stays not known
-FEWEST = 8  # stretches: of fewer the error is not known: it is as large as what was not seen
+FEWEST = 8  # stretches, or looks: of fewer the error is not known: it is as large as what was not seen
+LOOKS = 64  # at most, however long stretches are
 NEAR = 4  # pieces on each side of a pause that stand for it
 LONGEST_NS = 20_000_000  # a longer stretch is cut into pieces: what is far from a pause stands for it less
 SHORTEST_NS = 1_000_000
 OF_ALL = 0.05  # weight of all pieces beside those around a pause: for kinds of calls that these do not hold
 SLOWEST = 0.5  # where marks slow a thread more, what is seen is another program
-KEPT_NS = 20_000  # of calls as long none is lost
 DRAWS, COVERED = 400, 0.95
 TINY = 1e-12
 LINES = len(Line)
@@ -53,11 +61,13 @@ class Samples:
         count: stretches that stand for pauses.
         ns: of the window, known by them.
         error_ns: a line is that far from the truth at most, in 19 cases of 20.
+        host_ns: of the rest, what the GPU's thread did is known by later calls (`not_kept`).
     """
 
     count: int = 0
     ns: int = 0
     error_ns: int = 0
+    host_ns: int = 0
 
 
 class _Joint(NamedTuple):
@@ -80,6 +90,7 @@ class _Seen(NamedTuple):
     near: list[Array]  # pieces around each pause
     thread: Array  # ns of pauses by line of the thread
     gaps: list[tuple[int, int]]
+    looks: Array  # (looks, kinds): the account in parts of all stretches that are as long as a pause is
 
     @property
     def stretches(self) -> int:
@@ -110,7 +121,7 @@ def fill(cut: Stretches, gpu: Activity, threads: Threads) -> Samples:
     for (start, stop), near in zip(gaps, seen.near, strict=True):
         weights = (seen.shares[near].mean(axis=0) + mean).reshape(LINES, -1)
         pieces.append(_filled(joint, start, stop, _at_speed(weights, table[0], speed)))
-    _put(cut, table, np.concatenate([one[0] for one in pieces]), np.concatenate([one[1] for one in pieces]), gaps)
+    put(cut, table, np.concatenate([one[0] for one in pieces]), np.concatenate([one[1] for one in pieces]), gaps)
     return Samples(seen.stretches, cut.sum_ns(cut.sampled), int(error))
 
 
@@ -151,7 +162,7 @@ def _timeline(cut: Stretches, gpu: Activity, threads: Threads) -> tuple[Array, A
         return cut.edges[[0, -1]], np.zeros(1, dtype=np.uint8)
     callers, counts = np.unique(whose, return_counts=True)
     timeline = threads.of(int(callers[np.argmax(counts)]))
-    return timeline.edges, timeline.line
+    return timeline.edges, np.where(timeline.open == Unknown.NOT_KEPT, Line.NOT_KNOWN, timeline.line)
 
 
 def _joint(cut: Stretches, number: Array, kinds: int, timeline: tuple[Array, Array]) -> _Joint:
@@ -185,7 +196,23 @@ def _seen(joint: _Joint, stretches: list[tuple[int, int]], gaps: list[tuple[int,
         weight[near[-1]] += (stop - start) / len(near[-1])
         first, last = _within(joint, start, stop)
         np.add.at(thread, joint.thread[first:last], np.diff(np.clip(joint.edges[first : last + 1], start, stop)))
-    return _Seen(np.array(begins), np.array(ends), np.array(of), shares, weight, near, thread, gaps)
+    looks = _looks(joint, stretches, gaps) if len(stretches) < FEWEST else np.zeros((0, joint.kinds))
+    return _Seen(np.array(begins), np.array(ends), np.array(of), shares, weight, near, thread, gaps, looks)
+
+
+def _looks(joint: _Joint, stretches: list[tuple[int, int]], gaps: list[tuple[int, int]]) -> Array:
+    """Shares of the account's kinds in parts of stretches that are as long as pauses are on average, or longer."""
+    long = max(
+        sum(stop - start for start, stop in some) / most for some, most in ((gaps, len(gaps)), (stretches, LOOKS))
+    )
+    rows = []
+    for start, stop in stretches:
+        edges = np.linspace(start, stop, max(1, int((stop - start) / long)) + 1).astype(np.int64).tolist()
+        for begin, end in pairwise(edges):
+            first, last = _within(joint, begin, end)
+            ns = np.diff(np.clip(joint.edges[first : last + 1], begin, end))
+            rows.append(np.bincount(joint.account[first:last], ns, joint.kinds) / (end - begin))
+    return np.array(rows)
 
 
 def _within(joint: _Joint, start: int, stop: int) -> tuple[int, int]:
@@ -196,24 +223,31 @@ def _within(joint: _Joint, start: int, stop: int) -> tuple[int, int]:
 def _calls(gpu: Activity, threads: Threads, seen: _Seen) -> tuple[Array, float]:
     """Calls a ns that are kept wherever they were made: in each piece, and in pauses.
 
-    A launch is kept only where it took long, which marks make it; where calls were lost, waits that took long are left.
+    A launch is kept only where it took long, which marks make it. Where calls were lost, only the time counts in which
+    all were kept; a piece before gets the mean of those. If that holds no piece or no pause, waits that took long count
+    at all times.
     """
     joined = threads.joined
     mine = ~joined.nested & np.isin(joined.process, gpu.processes)
-    if any(joined.recording.lost.get(one) for one in gpu.processes):
-        mine &= (joined.kind == CallKind.SYNC) & (joined.end - joined.start >= KEPT_NS)
-    else:
+    callers = distinct(joined.caller[mine & joined.submits]).tolist()
+    kept = max((threads.kept_from(one) for one in callers), default=threads.begin)
+    gaps = np.array(seen.gaps).T
+    begins, ends = np.maximum(gaps[0], kept), np.maximum(gaps[1], kept)
+    whole = seen.start >= kept
+    if whole.any() and (ends > begins).any():
         mine &= joined.kind != CallKind.LAUNCH
+    else:
+        mine &= (joined.kind == CallKind.SYNC) & (joined.end - joined.start >= KEPT_NS)
+        (begins, ends), whole = gaps, np.ones(len(whole), dtype=bool)
     at = np.sort(joined.end[mine])
 
     def count(start: Array, end: Array) -> Array:
         many: Array = np.searchsorted(at, end) - np.searchsorted(at, start)
         return many
 
-    gaps = np.array(seen.gaps).T
-    return count(seen.start, seen.end) / (seen.end - seen.start), float(
-        count(*gaps).sum() / np.diff(gaps, axis=0).sum()
-    )
+    rates = count(seen.start, seen.end) / (seen.end - seen.start)
+    rates[~whole] = np.average(rates[whole], weights=seen.weight[whole] + TINY)
+    return rates, float(count(begins, ends).sum() / (ends - begins).sum())
 
 
 def _error(seen: _Seen, calls: tuple[Array, float], lines: Array) -> tuple[float, float]:
@@ -221,7 +255,7 @@ def _error(seen: _Seen, calls: tuple[Array, float], lines: Array) -> tuple[float
     hidden = float(seen.thread.sum())
     many = int(seen.of.max()) + 1
     used = np.flatnonzero(np.bincount(seen.of, seen.weight, many) > 0)
-    if len(used) < FEWEST:
+    if len(used) < FEWEST and len(seen.looks) < FEWEST:
         return hidden, 1.0
 
     def by_stretch(values: Array) -> Array:
@@ -252,9 +286,33 @@ def _error(seen: _Seen, calls: tuple[Array, float], lines: Array) -> tuple[float
     if speed < SLOWEST:
         return hidden, speed
     best = told(np.ones(len(used)), speed)
-    off = [float(np.abs(told(one, max(how, SLOWEST)) - best).max()) for one, how in zip(draws, by_draw, strict=True)]
+    if len(used) < FEWEST:
+        return min(_error_by_looks(seen, best, lines), hidden), speed
+    off = [_off(told(one, max(how, SLOWEST)) - best) for one, how in zip(draws, by_draw, strict=True)]
     # a few stretches differ less than all would
     return min(float(np.quantile(off, COVERED)) * (len(used) + 1) / (len(used) - 1), hidden), speed
+
+
+def _off(by: Array) -> float:
+    """How far lines are apart, of what all of them are by, ns.
+
+    A hole in what a stretch saw takes from the lines what is not known in its place: that is told as not known, and
+    makes no line wrong.
+    """
+    unknown = by[Line.NOT_KNOWN]
+    lines = np.delete(by, Line.NOT_KNOWN)
+    off = np.where(lines * unknown < 0, np.abs(lines) - abs(unknown), np.abs(lines))
+    return float(off.max())
+
+
+def _error_by_looks(seen: _Seen, best: Array, lines: Array) -> float:
+    """The same by looks, where there are few stretches; `best` is what all pauses are told to be, ns by line."""
+    long = np.array([stop - start for start, stop in seen.gaps])
+    drawn = np.random.default_rng(0).integers(len(seen.looks), size=(DRAWS, len(long)))
+    pauses = np.einsum("dpk,p->dk", (seen.looks @ lines)[drawn], long.astype(float))
+    off = [_off(one) for one in pauses * best.sum() / long.sum() - best]
+    missed = float(1 - (1 - COVERED) ** (1 / len(seen.looks)))
+    return float(np.quantile(off, COVERED)) + missed * float(seen.thread.sum())
 
 
 def _at_speed(weights: Array, line: Array, speed: float) -> Array:
@@ -294,8 +352,16 @@ def _filled(joint: _Joint, start: int, stop: int, weights: Array) -> tuple[Array
     return begin[in_time], number[in_time]
 
 
-def _put(cut: Stretches, table: Array, begin: Array, number: Array, gaps: list[tuple[int, int]]) -> None:
-    """Writes the pieces of all pauses into the account."""
+def put(cut: Stretches, table: Array, begin: Array, number: Array, gaps: list[tuple[int, int]]) -> None:
+    """Writes pieces into the account in place of `gaps`: where each begins, and its column of `table`.
+
+    Args:
+        cut: the account.
+        table: (3, kinds): lines, callers, details.
+        begin: of the pieces, ns.
+        number: (pieces,).
+        gaps: disjoint, ascending; the pieces fill them.
+    """
     inside = cut.cut(np.array([one[0] for one in gaps]), np.array([one[1] for one in gaps]))
     start = np.concatenate((cut.start[~inside], begin))
     line, caller, detail = (

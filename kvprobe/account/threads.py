@@ -13,10 +13,10 @@ from kvprobe.account.stretches import NOBODY
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, group_starts
 from kvprobe.recordings.joined import Joined
-from kvprobe.recordings.model import Array, RangeStyle
+from kvprobe.recordings.model import Array, CallKind, RangeStyle
 from kvprobe.recordings.tier_uses import FILES
 
-__all__ = ["PAUSE_NS", "ThreadTimeline", "Threads", "runs_python"]
+__all__ = ["KEPT_NS", "PAUSE_NS", "ThreadTimeline", "Threads", "runs_python"]
 
 # A thread that makes no call for so long, and of which nothing else is seen, does not prepare a step as it always does:
 # that takes some milliseconds. It was asked for nothing where the recording shows that it slept; else nobody knows.
@@ -25,6 +25,7 @@ SHORT_PAUSE_NS = 10_000_000  # the same of a thread that is paused for most of t
 # Between a step's results and the next submission a thread does the same each time. A pause that takes so many times as
 # long as most of those is for something else: it waits for a request, or prepares one.
 UNUSUAL, TURNS = 10, 8
+KEPT_NS = 20_000  # a call as long is kept in any case: `run` has a ring of its own for those
 _AFTER_FILES_NS = 1_000_000  # from a write to the call that waits for the disk: fsync is not recorded
 _STARVED = 0.1  # of a span that the kernel counted: less waiting for a CPU is how every thread runs
 
@@ -37,7 +38,8 @@ class ThreadTimeline:
         edges: (pieces + 1,) ns, ascending.
         line: the Line of each piece, (pieces,) uint8.
         open: of pieces outside of calls of which nothing shows whether it had been asked for anything, why not: one
-            of `lines.OPEN`; NOBODY of all others, (pieces,) int8.
+            of `lines.OPEN`; NOT_KEPT where calls may have been made that were not kept; NOBODY of all others,
+            (pieces,) int8.
     """
 
     edges: Array
@@ -53,6 +55,7 @@ class Threads:
         self.joined, self.begin, self.end = joined, begin, end
         self._lines = line_of_calls(joined.kind, joined.memory)
         self._known: dict[int, ThreadTimeline] = {}
+        self._kept: dict[int, int] = {}
         self._rows = joined.own_time
         callers = joined.caller[self._rows]
         first = group_starts(callers)
@@ -104,8 +107,29 @@ class Threads:
             unasked[untold] = np.where(worked[untold] == Worked.NOBODY, Unknown.OUTSIDE, Unknown.BETWEEN_REQUESTS)
             long = long[~busy[long] & (told | slept)]
             line[long] = Line.NOTHING_TO_DO
+            lost = (gap > 0) & (edges[1:] <= self.kept_from(caller)) & (worked == Worked.NOT_KNOWN)
+            line[lost], unasked[lost] = self._outside(caller, rows), Unknown.NOT_KEPT
             return self._without_cpu(rows[0], ThreadTimeline(edges, line, unasked), gap > 0)
         return ThreadTimeline(edges, line, unasked)
+
+    def kept_from(self, caller: int) -> int:
+        """From when on all calls of a thread were kept but launches; before, only those that took long are left, ns."""
+        if caller not in self._kept:
+            rows = self._of.get(caller, self._rows[:0])
+            self._kept[caller] = self._find_kept(rows) if len(rows) else self.begin
+        return self._kept[caller]
+
+    def _find_kept(self, rows: Array) -> int:
+        joined, process, thread = self.joined, int(self.joined.process[rows[0]]), int(self.joined.thread[rows[0]])
+        totals = joined.recording.totals
+        if not joined.recording.lost.get(process):
+            return self.begin
+        mine = rows[joined.kind[rows] != CallKind.LAUNCH]
+        own = (totals["process"] == process) & (totals["thread"] == thread) & (totals["kind"] != CallKind.LAUNCH)
+        if own.any() and int(totals["calls"][own].sum()) <= len(mine):
+            return self.begin
+        quick = mine[joined.end[mine] - joined.start[mine] < KEPT_NS]
+        return int(joined.start[quick].min()) if len(quick) else self.begin
 
     def _worked(self, row: int, edges: Array, outside: Array) -> Array:
         """Who worked in the pieces outside of calls, as far as their CPU time was noted."""

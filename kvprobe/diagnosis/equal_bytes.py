@@ -3,6 +3,10 @@
 Equal addresses make a copy a candidate; its bytes decide. A copy that was looked at is compared with the look before it
 at the same place of the host; those between two looks are as the later one says. Others follow their place's looks, and
 places that nobody looked at follow those of the same process and size.
+
+A look is taken when a copy is submitted. What lies then where a store will go is what the store before it left only if
+that one is over: until then it holds what was there before both. So stores are known to bring equal bytes only where a
+wait or a timing event shows that the earlier one was over. That bytes have changed needs no such proof.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvprobe.diagnosis.joined import JoinedRecording
-from kvprobe.recordings.model import Array, Direction
+from kvprobe.recordings.model import Array, CallKind, Direction
 
 __all__ = ["EQUAL", "NOT_KNOWN", "OTHER", "Looks", "looks_of"]
 
@@ -43,7 +47,7 @@ def looks_of(joined: JoinedRecording, rows: Array, direction: Direction, blank: 
         joined: the recording.
         rows: rows of copies of this direction, in any order.
         direction: H2D, looked at where they come from, or D2H, where they go.
-        blank: whether bytes that are one word over and over tell anything.
+        blank: whether equal bytes that are one word over and over tell anything.
     """
     table = joined.recording.contents
     verdict = np.zeros(len(rows), dtype=np.int8)
@@ -66,8 +70,10 @@ def looks_of(joined: JoinedRecording, rows: Array, direction: Direction, blank: 
     follows[1:] = look_key[1:] == look_key[:-1]
     alike = np.zeros(len(order), dtype=bool)
     alike[1:] = table["hash"][order[1:]] == table["hash"][order[:-1]]
-    if not blank:
-        follows &= table["blank"][order] == 0
+    tells = np.ones(len(order), dtype=bool) if blank else table["blank"][order] == 0
+    if direction == Direction.D2H:
+        tells[1:] &= _was_over(joined, rows, order[:-1], table["time_ns"][order[1:]])
+    follows &= tells | ~alike
     told = np.where(follows, np.where(alike, EQUAL, OTHER), NOT_KNOWN).astype(np.int8)
     size = np.unique(keys[[0, 2]], axis=1, return_inverse=True)[1].reshape(-1)
     pooled = _agreement(size[: len(rows)], size[len(rows) :][np.searchsorted(mine, order)], told)
@@ -76,6 +82,30 @@ def looks_of(joined: JoinedRecording, rows: Array, direction: Direction, blank: 
     for said in (after, by_place, pooled):
         verdict = np.where(verdict == NOT_KNOWN, said, verdict).astype(np.int8)
     return Looks(verdict, int(follows.sum()), int((follows & alike).sum()), True)
+
+
+def _was_over(joined: JoinedRecording, rows: Array, looks: Array, by: Array) -> Array:
+    """Mask over looks at stores `rows`: a wait or a timing event shows that their copy was over by an instant.
+
+    Either is of the copy's stream, or a wait for the whole device; it begins when the copy's call has returned, and has
+    ended by then.
+    """
+    table, mask = joined.recording.contents, np.zeros(len(looks), dtype=bool)
+    call = rows[np.argsort(joined.start[rows], kind="stable")]
+    at = np.minimum(np.searchsorted(joined.start[call], table["time_ns"][looks]), len(call) - 1)
+    known = (joined.start[call[at]] == table["time_ns"][looks]) & (joined.dst[call[at]] == table["dst"][looks])
+    call, marks = call[at], joined.recording.marks
+    waits = np.flatnonzero((joined.kind == CallKind.SYNC) & ~joined.is_named("event"))
+    for_all = (joined.is_named("devicesynchronize") | joined.is_named("ctxsynchronize"))[waits]
+    for stream, process in np.unique(np.stack((joined.stream, joined.process))[:, call[known]], axis=1).T.tolist():
+        waited = waits[(joined.stream[waits] == stream) | (for_all & (joined.process[waits] == process))]
+        marked = np.flatnonzero(marks["stream"] == stream)
+        begun = np.concatenate((joined.start[waited], marks["given_ns"][marked]))
+        ended = np.concatenate((joined.end[waited], marks["done_ns"][marked]))[np.argsort(begun, kind="stable")]
+        first = np.append(np.minimum.accumulate(ended[::-1])[::-1], np.iinfo(np.int64).max)
+        mine = np.flatnonzero(known & (joined.stream[call] == stream) & (joined.process[call] == process))
+        mask[mine] = first[np.searchsorted(np.sort(begun), joined.end[call[mine]])] <= by[mine]
+    return mask
 
 
 def _agreement(groups: Array, look_groups: Array, told: Array) -> Array:

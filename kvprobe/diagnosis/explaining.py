@@ -10,10 +10,11 @@ import numpy as np
 
 from kvprobe.account import COPIES, HOST, OUTSIDE_CALLS, Account, GpuAccount, Line
 from kvprobe.account.chain import saved_by_host
+from kvprobe.account.lines import Unknown
 from kvprobe.account.stretches import NOBODY
 from kvprobe.diagnosis.cause import load_cause
 from kvprobe.recordings.assemble import among
-from kvprobe.recordings.intervals import distinct, group_starts
+from kvprobe.recordings.intervals import Cover, distinct, group_starts
 from kvprobe.recordings.model import Array
 
 __all__ = ["ExplainedTime", "Explainer"]
@@ -221,6 +222,16 @@ class Explainer:
         return out
 
     def _after_last_kernel(self, start: Array, end: Array) -> int:
-        """How much of these intervals lies where no GPU runs a kernel any more."""
+        """How much of these intervals lies where no GPU runs a kernel any more.
+
+        Where a GPU was not observed it may run some: that time is not known, and the account says so.
+        """
         last = max(gpu.computes[1] for gpu in self.account.gpus)
-        return int(np.maximum(end - np.maximum(start, last), 0).sum())
+        cuts = [gpu.stretches for gpu in self.account.gpus]
+        unseen = [(cut.line == Line.NOT_KNOWN) & (cut.detail == Unknown.NOT_COVERED) for cut in cuts]
+        begins, ends = (
+            np.concatenate([edge[mask] for edge, mask in zip(edges, unseen, strict=True)])
+            for edges in ([cut.start for cut in cuts], [cut.end for cut in cuts])
+        )
+        start = np.minimum(np.maximum(start, last), end)
+        return int((end - start).sum() - Cover(begins, ends).within(start, end).sum())

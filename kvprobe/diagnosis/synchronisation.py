@@ -297,8 +297,17 @@ def _held_ns(joined: JoinedRecording, rows: Array) -> int:
 
 
 def _ahead(joined: JoinedRecording, rows: Array) -> Array:
-    """Mask over waits: when they ended, the GPU still had a kernel to run that had been launched before they began."""
+    """Mask over waits: when they ended, the GPU still had a kernel to run that had been launched before they began.
+
+    Timing events show that a kernel ran at that instant: its thread, which stood in the wait, had launched it before.
+    """
     mask, table = np.zeros(len(rows), dtype=bool), joined.recording.executions
+    spans = joined.recording.spans
+    for process in distinct(spans["process"]) if not joined.recording.has_executions else ():
+        ran = (spans["process"] == process) & (spans["engine"] == Engine.KERNEL)
+        mine = np.flatnonzero(joined.process[rows] == process)
+        end = joined.end[rows[mine]]
+        mask[mine] = Cover(spans["start_ns"][ran], spans["end_ns"][ran]).within(end, end + 1) > 0
     for process in distinct(joined.process[rows]):
         kernels = np.flatnonzero(
             (table["process"] == process) & (table["engine"] == Engine.KERNEL) & (joined.x_call >= 0)

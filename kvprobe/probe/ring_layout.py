@@ -112,6 +112,8 @@ CALLS: dict[int, tuple[str, str]] = {
     76: ("COPY_SYNC", "cuMemcpyDtoH"),
     77: ("COPY_SYNC", "cuMemcpyDtoD"),
     78: ("COPY_SYNC", "cudaMemcpy2D"),
+    79: ("FREE", "cudaMemPoolTrimTo"),
+    80: ("FREE", "cuMemPoolTrimTo"),
 }
 
 FILE = np.dtype(

@@ -191,6 +191,41 @@ def test_too_few_stretches_tell_nothing() -> None:
     assert unknown(gpu) > 0.9 and gpu.to_json()["by_samples_error_ns"] == 0
 
 
+def few_and_long(end: int, seed: int, pauses: int, hidden: float) -> list[tuple[int, int]]:
+    """Stretches around a few pauses of the second half, which are `hidden` of all time together."""
+    chance = random.Random(seed)
+    each, at, out = int(end * hidden / pauses), 0, []
+    for number in range(pauses):
+        begin = int(end * (0.5 + (number + chance.uniform(0.1, 0.6)) * 0.5 / pauses))
+        out.append((at, begin))
+        at = begin + each
+    return [*out, (at, end)]
+
+
+def test_a_few_long_stretches_tell_as_much_as_many() -> None:
+    """Of forty programs that were seen but for four pauses, two lines each, and nothing is said of fewer than 30."""
+    outside = told = 0
+    for seed in range(40):
+        program = Program(1.5, seed, alike=0.5)
+        seen = few_and_long(program.end, seed, 4, 0.1)
+        truth, gpu = program.account(), program.account(seen)
+        assert gpu.samples.count == len(seen) < 8
+        if gpu.samples.ns:
+            told += 1
+            off = (abs(gpu.share(*one) - truth.share(*one)) for one in ((Line.COMPUTING,), COPIES))
+            outside += sum(one > gpu.samples.error_ns / gpu.window_ns for one in off)
+    assert told >= 30 and outside <= 4
+
+
+def test_what_so_few_looks_may_have_missed_is_part_of_the_error() -> None:
+    """All looks are alike, and yet three pauses of a tenth each are not told by a few stretches of that length."""
+    program = Program(1.5, 7, alike=0.0)
+    gpu = program.account(few_and_long(program.end, 7, 4, 0.05))
+    assert gpu.samples.ns and gpu.samples.error_ns > 0.05 * gpu.samples.ns
+    gpu = program.account(few_and_long(program.end, 7, 3, 0.4))
+    assert gpu.samples.ns == 0 and gpu.samples.error_ns > 0.3 * 0.4 * program.end
+
+
 def test_uneven_stretches_tell_nothing() -> None:
     """Steps of which each is something else: the mean of a few could be wrong by more than is said of a window."""
     program = Program(2.4, 4, alike=1.0)

@@ -841,6 +841,7 @@ def wasted_stores_and_waits_for_them(d: Device) -> Truth:
 
 
 import blind_shapes  # noqa: E402, F401 - they register their programs
+import eighth_shapes  # noqa: E402, F401
 import fresh_shapes  # noqa: E402, F401
 import later_shapes  # noqa: E402, F401
 import other_shapes  # noqa: E402, F401

@@ -60,8 +60,8 @@ class Program:
         or_lines: lines that a sound account may show as the largest instead, where the border is a matter of wording.
         prepare: done before the recording's window, where the recorder has one: imports, first calls.
         needs_gpu: the host runtime lacks what it uses.
-        series: which set of programs it belongs to; `fresh`, `blind`, `unseen`, `served`, `sixth` and `seventh`
-            ones were written without knowledge of the diagnosis.
+        series: which set of programs it belongs to; `fresh`, `blind`, `unseen`, `served`, `sixth`, `seventh` and
+            `eighth` ones were written without knowledge of the diagnosis.
         blind: recorders that cannot tell its line from others of the same kind (copies, host), nor its causes.
         undecided_in: recorders of which "undecided" is right, too.
     """
@@ -140,6 +140,11 @@ def seventh(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], 
     account does not know.
     """
     return _plainly("seventh", *causes, calm_share=0.95, **what)
+
+
+def eighth(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], Callable[[Device], Truth]]:
+    """As `seventh`, for a program of the eighth set."""
+    return _plainly("eighth", *causes, calm_share=0.95, **what)
 
 
 def _plainly(

@@ -13,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from blind_shapes import BLIND
+from eighth_shapes import EIGHTH
 from fresh_shapes import FRESH
 from grade import FORMATS, grade, unpack
 from later_shapes import LATER
@@ -158,7 +159,19 @@ def test_seventh_programs_say_their_truth_and_are_a_set_of_their_own():
     assert not [name for name, one in SEVENTH.items() if {*one.like} & {*one.causes, *one.also}]
 
 
-@pytest.mark.parametrize("programs", [SERVED, SIXTH, SEVENTH], ids=["served", "sixth", "seventh"])
+def test_eighth_programs_say_their_truth_and_are_a_set_of_their_own():
+    earlier = (LATER, FRESH, BLIND, UNSEEN, SERVED, SIXTH, SEVENTH)
+    assert len(EIGHTH) == 24 and sum(program.healthy for program in EIGHTH.values()) == 9
+    assert not EIGHTH.keys() & {name for programs in earlier for name in programs}
+    assert {line for program in EIGHTH.values() for line in (program.line, *program.or_lines)} <= set(LINES)
+    assert all(program.why.endswith(".") and program.like for program in EIGHTH.values())
+    assert not [name for name, one in EIGHTH.items() if "\n\n" not in (one.body.__doc__ or "")]  # the argument
+    named = {cause for program in EIGHTH.values() for cause in (*program.causes, *program.also, *program.like)}
+    assert named <= set(CAUSES)
+    assert not [name for name, one in EIGHTH.items() if {*one.like} & {*one.causes, *one.also}]
+
+
+@pytest.mark.parametrize("programs", [SERVED, SIXTH, SEVENTH, EIGHTH], ids=["served", "sixth", "seventh", "eighth"])
 def test_programs_run_to_their_end_with_the_bytes_that_they_were_to_move(programs):
     """For a twentieth of their time, on the host runtime; programs check their bytes themselves."""
     build.build()

@@ -32,8 +32,8 @@ def found(recording, cause):
     return {one.cause: one for one in examine(recording)}.get(cause)
 
 
-def steps(size, blocks=8, many=100, place=lambda step, block: block, direction=Direction.H2D):
-    """At each step the same blocks of the host, to `place` on the device, and a wait."""
+def steps(size, blocks=8, many=100, place=lambda step, block: block, direction=Direction.H2D, stream=1):
+    """At each step the same blocks of the host, to `place` on the device on stream 0, and a wait for `stream`."""
     calls = []
     for step in range(many):
         for block in range(blocks):
@@ -41,7 +41,7 @@ def steps(size, blocks=8, many=100, place=lambda step, block: block, direction=D
             if direction == Direction.D2H:
                 ends = {"src": ends["dst"], "dst": ends["src"]}
             calls.append({**ends, "bytes": size, "kind": CallKind.COPY, "direction": direction})
-        calls.append({"kind": CallKind.SYNC, "stream": 1, "dur_ns": 1_000_000})
+        calls.append({"kind": CallKind.SYNC, "stream": stream, "dur_ns": 1_000_000})
     return calls
 
 
@@ -91,11 +91,37 @@ def test_buffers_at_which_nobody_looked_while_others_were_looked_at_are_an_open_
 
 
 def test_stores_of_bytes_that_the_host_has_are_wasted():
-    stores = steps(MiB, direction=Direction.D2H)
+    stores = steps(MiB, direction=Direction.D2H, stream=0)
     one = found(made(stores, lambda number: number % 8), "wasted_stores")
     assert one.confidence == "likely" and "bytes that the host already had" in one.title
     assert found(made(stores, lambda number: number), "wasted_stores").abstains
     assert found(made(stores, lambda number: number % 8, blank=1), "wasted_stores").abstains
+
+
+def test_a_store_that_may_not_be_over_proves_nothing_about_the_next_one():
+    """The thread waits for another stream: the second look at a place may see what was there before both stores."""
+    stores = steps(MiB, direction=Direction.D2H)
+    equal = made(stores, lambda number: number % 8)
+    assert found(equal, "wasted_stores").abstains
+    calls = equal.calls
+    copies = np.flatnonzero(calls["bytes"] > 0)
+    marks = {"given_ns": calls["end_ns"][copies] + 100, "stream": np.zeros(len(copies), dtype=np.int32)}
+    equal.tables["marks"] = Table("marks", {**marks, "done_ns": calls["end_ns"][copies] + 400_000})
+    assert found(equal, "wasted_stores").confidence == "likely"
+
+
+def test_bytes_that_change_are_not_equal_because_the_first_look_came_before_the_first_store_was_over():
+    """Two steps are submitted before the first store is over: both see what was there; then each is another word."""
+    out = made(
+        steps(MiB, direction=Direction.D2H, stream=0),
+        lambda number: number % 8 if number < 16 else number,
+    )
+    table = out.contents
+    blank = np.arange(table.rows) >= 16
+    out.tables["contents"] = Table(
+        "contents", {**{name: table[name] for name in table.columns}, "blank": blank.astype(np.uint8)}
+    )
+    assert found(out, "wasted_stores").abstains
 
 
 def test_where_timing_events_saw_the_copies_their_time_is_what_was_lost():

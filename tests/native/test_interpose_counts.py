@@ -33,6 +33,8 @@ MEANING = {
     "DtoD": ((77,), 3),
     "any": ((74,), None),
     "2D": ((78,), 1),
+    "trim": ((79,), 0),
+    "cuTrim": ((80,), 0),
 }
 Counts = dict[str, tuple[int, int, int]]
 
@@ -82,7 +84,7 @@ def run(program: Path, env: dict[str, str], *arguments: object) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("via", ["link", "dlsym", "driver", "entry", "waits", "batch", "sync", "mixed"])
+@pytest.mark.parametrize("via", ["link", "dlsym", "driver", "entry", "waits", "trims", "batch", "sync", "mixed"])
 def test_every_way_to_reach_a_copy_is_counted_exactly(program: Path, libraries: Path, tmp_path: Path, via: str) -> None:
     own = said(run(program, environment(libraries, tmp_path), via, 5000, 3, 2))
     found, snapshots = recorded(tmp_path)

@@ -44,10 +44,10 @@ open(os.path.join(os.environ["KVPROBE_RUN"], "within"), "w").write(repr(within))
 """
 
 
-def pauses_of(libraries: Path, folder: Path, what: str, **more: str) -> Table:
+def pauses_of(libraries: Path, folder: Path, what: str, program: str = PROGRAM, **more: str) -> Table:
     env = {**os.environ, "LD_PRELOAD": str(libraries / "libkvprobe_interpose.so"), "KVPROBE_RUN": str(folder)}
     env |= {"KVPROBE_HOSTRT": str(libraries / "libkvprobe_hostrt.so"), "KVHOST_CLOCK": "real", **more}
-    subprocess.run([sys.executable, "-c", PROGRAM.replace("{}", what)], env=env, check=True)
+    subprocess.run([sys.executable, "-c", program.replace("{}", what)], env=env, check=True)
     return read(folder).pauses
 
 
@@ -74,6 +74,38 @@ def test_another_thread_that_works_is_told_by_the_processs_time(libraries: Path,
     for thread, process in the_three(pauses_of(libraries, tmp_path, "waits_for_another"), tmp_path, True):
         assert process > 195_000_000
         assert thread < 60_000_000
+
+
+OWN = """
+import ctypes as ct, os, time
+lib, stream, u64 = ct.CDLL(os.environ["KVPROBE_HOSTRT"]), ct.c_void_p(), ct.c_uint64
+assert lib.cudaStreamCreateWithFlags(ct.byref(stream), 1) == 0
+def step():
+    assert lib.cudaMemsetAsync(None, 0, u64(0), stream) == 0
+    assert lib.cudaStreamSynchronize(stream) == 0
+def used():
+    own = 0
+    for task in os.listdir("/proc/self/task"):
+        if open(f"/proc/self/task/{task}/comm").read() == "kvprobe-marks\\n":
+            own = int(open(f"/proc/self/task/{task}/schedstat").read().split()[0])
+    return time.process_time_ns(), own
+step()
+time.sleep(0.05)
+step()
+before, within = used(), time.monotonic_ns()
+time.sleep(1.5)
+after = used()
+step()
+open(os.path.join(os.environ["KVPROBE_RUN"], "used"), "w").write(repr([within, after[0] - before[0], after[1] - before[1]]))
+"""
+
+
+def test_what_the_helper_that_reads_marks_uses_is_no_work_of_the_program(libraries: Path, tmp_path: Path) -> None:
+    pauses = pauses_of(libraries, tmp_path, "", OWN, KVPROBE_MARKS="on")
+    within, process, helper = json.loads((tmp_path / "used").read_text())
+    assert helper > 3_000_000
+    (row,) = np.flatnonzero((pauses["start_ns"] <= within) & (within < pauses["end_ns"]))
+    assert int(pauses["process_ns"][row]) < process - helper + 2_000_000
 
 
 def test_nothing_is_told_where_only_totals_are_kept(libraries: Path, tmp_path: Path) -> None:

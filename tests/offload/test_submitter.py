@@ -503,6 +503,18 @@ def test_stores_by_kernel_are_paced_while_compute_is_seen_and_never_loads(bench)
     assert np.array_equal(b.bytes_of(b.gpu)[0], b.bytes_of(b.cpu)[0])
 
 
+@pytest.mark.parametrize("ask", ["store", "load"])
+@pytest.mark.parametrize("guess", [0.5, 0.8, 1.2])
+def test_the_end_of_many_launches_is_noticed_at_once_however_wrong_the_first_guess_of_the_rate_is(bench, ask, guess):
+    """The thread looks when the newest launch is due: what was wrong of the ones before does not add up."""
+    b = bench(layers=1, blocks=2048, gpu_bytes=16384, cpu_bytes=16384, depth=1024, virtual_clock=1)
+    ids = np.random.default_rng(1).permutation(2048)
+    with b.engine(policy="pooled", method="kernel", link_bytes_per_s=int(4e9 * guess)) as engine:
+        status = getattr(engine, ask)(ids, ids).wait()._status
+        assert status.calls >= 4
+        assert status.noticed_ns - status.copy_end_ns < 60_000
+
+
 @pytest.fixture
 def computing(bench):
     """Transfers of 4 MiB by kernels behind the compute stream, by an H100's figures: 1 CTA while compute is seen.

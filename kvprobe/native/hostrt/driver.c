@@ -194,6 +194,7 @@ KVP_EXPORT int cuLaunchKernel(void *fn, unsigned gx, unsigned gy, unsigned gz, u
 /* ---- addresses
  * ------------------------------------------------------------------------------------------------------- */
 
+KVP_EXPORT int cuMemPoolTrimTo(void *pool, size_t keep); /* memory.c */
 KVP_EXPORT int cuGetProcAddress(const char *symbol, void **fn, int version, uint64_t flags);
 KVP_EXPORT int cuGetProcAddress_v2(const char *symbol, void **fn, int version, uint64_t flags, int *status);
 
@@ -222,6 +223,7 @@ static const struct {
     {"cuStreamCreate", 2000, (void *)cuStreamCreate},
     {"cuEventCreate", 2000, (void *)cuEventCreate},
     {"cuLaunchKernel", 4000, (void *)cuLaunchKernel},
+    {"cuMemPoolTrimTo", 11020, (void *)cuMemPoolTrimTo},
 };
 
 /* status: 0 found, 1 no such symbol, 2 the caller's version is too old for it. */

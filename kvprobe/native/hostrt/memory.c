@@ -413,6 +413,26 @@ KVP_EXPORT cudaError_t cudaFreeAsync(void *p, cudaStream_t stream) {
     KVH_LEAVE(kvh_submit_one(c, stream, &o)); /* an error: the device is lost, its pages go with it */
 }
 
+/* There is one pool, and it keeps nothing: a trim finds only what waits for its turn in a stream. */
+KVP_EXPORT cudaError_t cudaDeviceGetDefaultMemPool(void **pool, int device) {
+    KVH_ENTER(cudaDeviceGetDefaultMemPool, 0);
+    if (!pool || device) KVH_LEAVE(device ? cudaErrorInvalidDevice : cudaErrorInvalidValue);
+    *pool = c->rt->memory;
+    KVH_LEAVE(cudaSuccess);
+}
+
+#define TRIMS(NAME)                                                                                                    \
+    KVP_EXPORT int NAME(void *pool, size_t keep) {                                                                     \
+        KVH_ENTER(NAME, 0);                                                                                            \
+        (void)keep;                                                                                                    \
+        if (pool != c->rt->memory) KVH_LEAVE(cudaErrorInvalidValue);                                                   \
+        cudaError_t error = kvh_ctx_lock(c);                                                                           \
+        if (!error) kvh_ctx_unlock(c);                                                                                 \
+        KVH_LEAVE(error);                                                                                              \
+    }
+TRIMS(cudaMemPoolTrimTo)
+TRIMS(cuMemPoolTrimTo)
+
 KVP_EXPORT cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
     KVH_ENTER(cudaMemGetInfo, 0);
     memory *m = c->rt->memory;

@@ -131,7 +131,10 @@ enum {
     X(cuMemcpyHtoD_v2, 75)                                                                                             \
     X(cuMemcpyDtoH_v2, 76)                                                                                             \
     X(cuMemcpyDtoD_v2, 77)                                                                                             \
-    X(cudaMemcpy2D, 78)
+    X(cudaMemcpy2D, 78)                                                                                                \
+    X(cudaDeviceGetDefaultMemPool, 0)                                                                                  \
+    X(cudaMemPoolTrimTo, 79)                                                                                           \
+    X(cuMemPoolTrimTo, 80)
 
 enum kvh_api {
 #define X(name, call) API_##name,

@@ -181,7 +181,8 @@ void kvp_pages_after(const kvp_record *record);
 #define KVP_LONG_CALL_NS 200000u
 void kvp_pause_may_begin(uint64_t now);
 void kvp_pause_ends(uint64_t now, uint64_t lasted_ns);
-void kvp_pauses_go(int on); /* 0: a program under seccomp may die of a system call */
+void kvp_pauses_go(int on);       /* 0: a program under seccomp may die of a system call */
+void kvp_pauses_without_me(void); /* the CPU time of the thread that calls is not the program's */
 
 /* contents.c: what copies carry, of a sample. `due`: whether the copy that has just returned is to be looked at. */
 void kvp_contents_start(void);

@@ -412,6 +412,7 @@ static void *read_marks(void *unused) {
             fill(&kvp_mark_contexts[i]);
         }
         kvp_mark_step(0);
+        kvp_pauses_without_me();
         nanosleep(&(struct timespec){0, paused_ns ? SLOW_TICK_NS : TICK_NS}, NULL);
     }
     atomic_store(&running, 0);

@@ -104,7 +104,9 @@ static const struct {
                   [75] = {COPIES, 0, 1},
                   [76] = {COPIES, 0, 1},
                   [77] = {COPIES, 0, 1},
-                  [78] = {COPIES, 0, 1}};
+                  [78] = {COPIES, 0, 1},
+                  [79] = {TAKES_LONG, 0},
+                  [80] = {TAKES_LONG, 0}};
 static const uint8_t of_direction[16] = {MARK_COPY, MARK_H2D, MARK_D2H, MARK_COPY, MARK_COPY};
 
 /* ---- the pool ----------------------------------------------------------------------------------------------- */

@@ -41,6 +41,7 @@
 #define SHOWS_THREADS (64u << 20)
 #define JUDGED 3 /* buffers, before it is asked whether it pays */
 #define PAYS 0.75
+#define SLOW "several threads do not allocate pinned memory faster"
 #define KINDS 4 /* of flags: portable, mapped */
 
 enum { WRITE_COMBINED = 4, FLAGS_OF_KIND = 3 };
@@ -51,9 +52,10 @@ struct pinning_driver kvp_pinning_driver;
 
 typedef struct {
     void *memory;
-    uint64_t bytes;
+    uint64_t bytes, populate_ns;
     void *context;
     int ahead; /* a forked child does not have it */
+    int registered;
 } one;
 
 enum known { NOT_YET, EQUAL, DIFFERENT };
@@ -157,6 +159,7 @@ int kvp_populated_free(void *pointer) {
     one found;
     void *current = NULL;
     if (!find(pointer, &found, 1)) return -1;
+    if (!found.registered) return kvp_unpopulate(found.memory, found.bytes), 0;
     driver.cuCtxGetCurrent(&current);
     if (!current) driver.cuCtxSetCurrent(found.context);
     int error = driver.cuMemHostUnregister(pointer);
@@ -188,8 +191,8 @@ void kvp_populated_context_ended(void) {
         pthread_mutex_unlock(&state.lock);
         uint32_t type = HOST;
         if (!o.memory) return;
-        if (memory_type(o.memory, &type) || type == HOST)
-            i++; /* another context's */
+        if (!o.registered || memory_type(o.memory, &type) || type == HOST)
+            i++; /* no context's, or another's */
         else if (find(o.memory, &o, 1))
             kvp_unpopulate(o.memory, o.bytes);
     }
@@ -340,34 +343,50 @@ static int which_threads(void) {
     return state.took[1] < state.took[0];
 }
 
-static void note(int by, uint64_t bytes, uint64_t populate_ns, uint64_t register_ns) {
-    double each = (double)(populate_ns + register_ns) / (double)bytes;
-    pthread_mutex_lock(&state.lock);
-    double pages = (double)populate_ns / (double)bytes;
-    if (by >= 0 && bytes >= SHOWS_THREADS)
-        state.took[by] = state.made[by]++ ? 0.5 * state.took[by] + 0.5 * pages : pages;
-    state.buffers++;
-    state.bytes += bytes;
-    state.populate_ns += populate_ns;
-    state.register_ns += register_ns;
-    if (register_ns > state.longest_ns) state.longest_ns = register_ns;
+/* Lock held. Whether it takes longer than as it is; the pages alone say it before anything is registered. */
+static int is_slow(const one *o, uint64_t register_ns) {
     double in_all = (double)(state.populate_ns + state.register_ns) / (double)state.bytes;
-    int fails = !state.forced && state.buffers >= JUDGED && in_all > PAYS * state.as_it_was && each > state.as_it_was;
-    double was = state.as_it_was;
-    int tell = !state.told++;
-    pthread_mutex_unlock(&state.lock);
-    if (tell)
-        kvp_decision(folder, "keep", "as it is", "populated", was / each,
-                     "%llu bytes of pinned memory were allocated in %.3f ms instead of about %.3f ms",
-                     (unsigned long long)bytes, (double)(populate_ns + register_ns) / 1e6, was * (double)bytes / 1e6);
-    if (fails) no_longer("several threads do not allocate pinned memory faster", 0);
+    double each = (double)(o->populate_ns + register_ns) / (double)o->bytes;
+    return !state.forced && state.as_it_was > 0 && state.buffers >= JUDGED && in_all > PAYS * state.as_it_was &&
+           each > state.as_it_was;
 }
 
-static int make(one *o, unsigned flags, const struct populating_ahead *ahead) {
+static void note_pages(const one *o, int by) {
+    double each = (double)o->populate_ns / (double)o->bytes;
+    pthread_mutex_lock(&state.lock);
+    if (by >= 0 && o->bytes >= SHOWS_THREADS)
+        state.took[by] = state.made[by]++ ? 0.5 * state.took[by] + 0.5 * each : each;
+    state.buffers++;
+    state.bytes += o->bytes;
+    state.populate_ns += o->populate_ns;
+    int fails = is_slow(o, 0);
+    pthread_mutex_unlock(&state.lock);
+    if (fails) no_longer(SLOW, 0);
+}
+
+static void note_registered(const one *o, uint64_t ns) {
+    pthread_mutex_lock(&state.lock);
+    state.register_ns += ns;
+    if (ns > state.longest_ns) state.longest_ns = ns;
+    int fails = is_slow(o, ns), tell = !state.told++;
+    double was = state.as_it_was * (double)o->bytes, is = (double)(o->populate_ns + ns);
+    pthread_mutex_unlock(&state.lock);
+    if (tell)
+        kvp_decision(folder, "keep", "as it is", "populated", was / is,
+                     "%llu bytes of pinned memory were allocated in %.3f ms instead of about %.3f ms",
+                     (unsigned long long)o->bytes, is / 1e6, was / 1e6);
+    if (fails) no_longer(SLOW, 0);
+}
+
+/* All of it is forked or none: at a border within a huge page that would be taken out of the page table again. */
+static size_t whole(uint64_t bytes) { return (bytes + KVP_HUGE_PAGE - 1) & ~(uint64_t)(KVP_HUGE_PAGE - 1); }
+
+/* Nothing is left where it says 0. */
+static int make_pages(one *o, const struct populating_ahead *ahead) {
     pthread_mutex_lock(&state.lock);
     int by = ahead && ahead->threads ? -1 : which_threads();
     uint32_t threads = by < 0 ? ahead->threads : state.threads[by];
-    uint64_t share = o->bytes / (2 * threads), most = by < 0 ? AHEAD_CHUNK : CHUNK;
+    uint64_t share = o->bytes / (2 * threads), most = ahead ? AHEAD_CHUNK : CHUNK;
     kvp_populating how = {.chunk_bytes = share < KVP_HUGE_PAGE ? KVP_HUGE_PAGE
                                          : share < most        ? share
                                                                : most,
@@ -376,7 +395,6 @@ static int make(one *o, unsigned flags, const struct populating_ahead *ahead) {
                           .node = node_here(),
                           .pages = state.forced ? KVP_PAGES_ANY : KVP_PAGES_HUGE,
                           .fork = KVP_FORK_SHARED};
-    unsigned as_flags = state.as_flags[flags];
     pthread_mutex_unlock(&state.lock);
     uint64_t began = kvp_clock();
     o->memory = kvp_populate(o->bytes, &how);
@@ -384,19 +402,35 @@ static int make(one *o, unsigned flags, const struct populating_ahead *ahead) {
         if (errno == EOPNOTSUPP) no_longer("this kernel gives no huge pages of shared memory", 0);
         return 0;
     }
-    uint64_t there = kvp_clock();
-    o->ahead = ahead && !madvise(o->memory, o->bytes, MADV_DONTFORK);
-    if (driver.cuMemHostRegister(o->memory, o->bytes, as_flags)) {
-        kvp_unpopulate(o->memory, o->bytes);
-        return 0;
-    }
-    uint64_t done = kvp_clock();
-    if (!remember(o)) {
-        if (!driver.cuMemHostUnregister(o->memory)) kvp_unpopulate(o->memory, o->bytes);
-        return 0;
-    }
-    note(by, o->bytes, there - began, done - there);
+    o->populate_ns = kvp_clock() - began;
+    o->ahead = ahead && !madvise(o->memory, whole(o->bytes), MADV_DONTFORK);
+    note_pages(o, by);
     return 1;
+}
+
+static int register_pages(one *o, unsigned flags) {
+    pthread_mutex_lock(&state.lock);
+    unsigned as_flags = state.as_flags[flags];
+    pthread_mutex_unlock(&state.lock);
+    uint64_t began = kvp_clock();
+    if (driver.cuMemHostRegister(o->memory, o->bytes, as_flags)) return 0;
+    o->registered = 1;
+    note_registered(o, kvp_clock() - began);
+    return 1;
+}
+
+static int make(one *o, unsigned flags) {
+    if (!make_pages(o, NULL)) return 0;
+    int made = register_pages(o, flags);
+    if (made && remember(o)) return 1;
+    if (!made || !driver.cuMemHostUnregister(o->memory)) kvp_unpopulate(o->memory, o->bytes);
+    return 0;
+}
+
+static void refused(void) {
+    pthread_mutex_lock(&state.lock);
+    state.refused++;
+    pthread_mutex_unlock(&state.lock);
 }
 
 int kvp_populated_make(void **pointer, size_t bytes, unsigned flags, any_fn *alloc) {
@@ -404,31 +438,36 @@ int kvp_populated_make(void **pointer, size_t bytes, unsigned flags, any_fn *all
     if (bytes < state.from || flags & WRITE_COMBINED || flags >= KINDS) return 0;
     if (!(kvp_watch.recycles & KVP_POPULATES) || driver.cuCtxGetCurrent(&o.context) || !is_equal(flags, alloc))
         return 0;
-    if (!has_room(bytes) || !make(&o, flags, NULL)) {
-        pthread_mutex_lock(&state.lock);
-        state.refused++;
-        pthread_mutex_unlock(&state.lock);
-        return 0;
-    }
+    if (!has_room(bytes) || !make(&o, flags)) return refused(), 0;
     atomic_fetch_or(&kvp_watch.recycles, KVP_POPULATED);
     *pointer = o.memory;
     return 1;
 }
 
-int kvp_populated_ahead(void **pointer, size_t bytes, unsigned flags, any_fn *alloc,
-                        const struct populating_ahead *how) {
+int kvp_populated_ahead(void **pointer, size_t bytes, unsigned flags, const struct populating_ahead *how) {
     one o = {.bytes = bytes};
     if (!(kvp_watch.recycles & KVP_POPULATES) || flags & WRITE_COMBINED || flags >= KINDS) return -1;
-    if (driver.cuCtxGetCurrent(&o.context)) return 0;
-    if (!is_equal(flags, alloc)) {
-        pthread_mutex_lock(&state.lock);
-        int never = state.kinds[flags] == DIFFERENT;
-        pthread_mutex_unlock(&state.lock);
-        return never ? -1 : 0;
-    }
-    if (!has_room(bytes) || !make(&o, flags, how)) return 0;
+    if (known_of(flags) == DIFFERENT) return -1;
+    if (!has_room(bytes) || !make_pages(&o, how)) return 0;
+    if (!remember(&o)) return kvp_unpopulate(o.memory, o.bytes), 0;
     atomic_fetch_or(&kvp_watch.recycles, KVP_POPULATED);
     *pointer = o.memory;
+    return 1;
+}
+
+int kvp_populated_register(void *pointer, unsigned flags, any_fn *alloc) {
+    one o;
+    void *context;
+    if (!(kvp_watch.recycles & KVP_POPULATES) || flags & WRITE_COMBINED || flags >= KINDS) return -1;
+    if (driver.cuCtxGetCurrent(&context)) return 0;
+    if (!is_equal(flags, alloc)) return known_of(flags) == DIFFERENT ? -1 : 0;
+    if (!find(pointer, &o, 0)) return 0;
+    o.context = context;
+    if (!register_pages(&o, flags)) return 0;
+    pthread_mutex_lock(&state.lock);
+    for (uint32_t i = state.count; i--;)
+        if (state.all[i].memory == pointer) state.all[i] = o;
+    pthread_mutex_unlock(&state.lock);
     return 1;
 }
 
@@ -439,7 +478,7 @@ void kvp_populated_handed_out(void *pointer) {
         if (state.all[i].memory == pointer) {
             found = state.all[i];
             state.all[i].ahead = 0;
-            if (found.ahead) madvise(found.memory, found.bytes, MADV_DOFORK);
+            if (found.ahead) madvise(found.memory, whole(found.bytes), MADV_DOFORK);
             break;
         }
     pthread_mutex_unlock(&state.lock);

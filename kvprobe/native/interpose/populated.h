@@ -25,14 +25,15 @@ void kvp_populated_in_child(void);
 /* In a context, and while no stream is captured. 1: `pointer` has it, the program's call would have returned 0.
  * `alloc` is that call: a small sample of it shows what its memory answers, and what it costs. */
 int kvp_populated_make(void **pointer, size_t bytes, unsigned flags, any_fn *alloc);
-/* The same for memory that nobody has asked for yet, of any size, by so many threads (0: as many as it finds best) in
- * small pieces. No forked child has it until it is `handed_out`. `stop` not 0: it is given up. -1: it never will be. */
+/* Pages that nobody has asked for yet, of any size, by so many threads (0: as many as it finds best) in small pieces;
+ * they are registered later. No forked child has them until they are `handed_out`. `stop` not 0: it is given up. Both
+ * say -1: it never will be; 0: not now, and what was not registered is still to be freed. */
 struct populating_ahead {
     uint32_t threads;
     const atomic_int *stop;
 };
-int kvp_populated_ahead(void **pointer, size_t bytes, unsigned flags, any_fn *alloc,
-                        const struct populating_ahead *how);
+int kvp_populated_ahead(void **pointer, size_t bytes, unsigned flags, const struct populating_ahead *how);
+int kvp_populated_register(void *pointer, unsigned flags, any_fn *alloc);
 void kvp_populated_handed_out(void *pointer);
 uint64_t kvp_populated_as_it_is_ns(uint64_t bytes); /* what the runtime takes for so much, by its samples */
 int kvp_populated_free_samples(void);               /* 1: there were some */

@@ -9,13 +9,17 @@
  * - Nothing is prepared for a program that has no such allocator; no thread is there.
  * - A range is prepared for once: when it is mapped the first time. Where it is unmapped and its buffer was not asked
  *   for, the buffer goes after a second; so it does under pressure, and with its context, and is not made again.
- * - The pages are made by two threads in small pieces, without any lock of the driver's; the registration, one call a
- *   buffer, is 20 to 30 ms a GiB, which other threads wait for. Between two of them lies more time than one takes.
- *   When the sleep has begun there is no such care: what is missing is made as fast as it can be.
+ * - The pages come first, in the order in which the ranges were mapped: they are what takes longest, and up to four
+ *   threads make them in small pieces, without any lock of the driver's. The registration, one call a buffer, is 20 to
+ *   30 ms a GiB, which other threads wait for: between two of them lies three times as much as one takes.
+ * - When the sleep has begun there is no such care. The thread makes what pages are missing, those that are asked for
+ *   first, as fast as they can be made; the program waits for them, no longer than the runtime would take, registers
+ *   them, and copies while the next ones are made. Only then does the thread register ahead of it.
  * - A child of a fork does not have it; an exit waits for one piece, or one registration. */
 #define _GNU_SOURCE
 #include "prepare.h"
 
+#include "../src/host_memory.h"
 #include "../src/kvp_signals.h"
 #include "staging.h"
 
@@ -27,11 +31,14 @@
 #include <time.h>
 
 #define SMALLEST (1u << 20) /* what is smaller is neither kept nor prepared */
-#define THREADS 2
+#define FEWEST_THREADS 2
+#define MOST_THREADS 4
+#define OF_PROCESSORS 4      /* for so many of them one thread makes pages */
+#define PACE 3               /* times as long as a registration took nothing is registered after it */
 #define HURRY_NS 1000000000u /* so long after a buffer was asked for a sleep is under way */
 #define UNUSED_NS 1000000000u
 #define RETRY_MS 200
-#define PAUSE_MS 50
+#define TURN_MS 1 /* between two registrations of a sleep: the program's calls are to get in */
 #define IN_VAIN 2 /* so many times what was used is given up, and no more is prepared */
 #define VAIN_BYTES ((uint64_t)4 << 30)
 
@@ -43,18 +50,20 @@ typedef struct {
 typedef struct {
     uint64_t bytes;
     uint32_t wanted, ready,
-        taken; /* ranges that will ask; buffers that are kept; that were asked for, range mapped yet */
+        taken;     /* ranges that will ask; buffers that are kept; those that were asked for, range mapped yet */
+    uint32_t seen; /* of `wanted`, while ranges are gone through */
 } size_class;
 
 typedef struct {
     void *memory;
     uint64_t bytes;
+    int registered;
 } buffer;
 
 static const char *folder;
 static struct {
     pthread_mutex_t lock, working; /* of what follows; held while a buffer is made or let go */
-    pthread_cond_t changed;
+    pthread_cond_t changed, made;  /* something is to be done; what was being done has ended */
     pthread_t thread;
     int running; /* the thread is there */
     void *context;
@@ -62,7 +71,12 @@ static struct {
     size_class *sizes;
     buffer *buffers;
     uint32_t range_count, range_room, size_count, size_room, buffer_count, buffer_room;
-    uint64_t asked_ns, idle_ns; /* when a buffer was last handed out; since when some are too many */
+    uint64_t asked_ns, idle_ns;     /* when a buffer was last asked for; since when some are too many */
+    uint64_t asked_bytes, paced_ns; /* how large it was; until when nothing is registered */
+    uint64_t turns;                 /* how often something was made, or could not be */
+    void *registering;
+    uint32_t threads;
+    int failed; /* the pages that were tried last could not be had */
     uint64_t prepared_bytes, used_bytes, given_up_bytes, took_ns;
     uint32_t prepared, used, given_up;
     int told, told_end;
@@ -168,21 +182,80 @@ static int still_there(const void *context) {
     return is;
 }
 
-/* Lock held; without it meanwhile. */
-static int make(uint64_t bytes) {
-    int hurry = state.asked_ns && kvp_clock() - state.asked_ns < HURRY_NS;
-    struct preparing what = {bytes, state.context, hurry ? 0 : THREADS, &stop};
+/* Lock held. A buffer was asked for just now: a sleep is under way. */
+static int is_hurry(void) { return state.asked_ns && kvp_clock() - state.asked_ns < HURRY_NS; }
+
+/* Lock held. The size of the first range, in the order of mapping, that has no buffer yet; 0: all have one. */
+static uint64_t missing(void) {
+    const size_class *asked = state.asked_bytes && is_hurry() ? class_of(state.asked_bytes, 0) : NULL;
+    if (asked && asked->wanted > asked->ready) return asked->bytes;
+    for (uint32_t i = 0; i < state.size_count; i++) state.sizes[i].seen = 0;
+    for (uint32_t i = 0; i < state.range_count; i++) {
+        size_class *size = state.ranges[i].asks ? class_of(state.ranges[i].asks, 0) : NULL;
+        if (size && ++size->seen > size->ready + size->taken && size->wanted > size->ready) return size->bytes;
+    }
+    return 0;
+}
+
+/* Lock held. The first that is not registered yet. */
+static void *unregistered(void) {
+    for (uint32_t i = 0; i < state.buffer_count; i++)
+        if (!state.buffers[i].registered) return state.buffers[i].memory;
+    return NULL;
+}
+
+/* Lock held; without it meanwhile: pages of so many bytes, or the registration of `memory`. */
+static int make(uint64_t bytes, void *memory) {
+    struct preparing what = {bytes, state.context, is_hurry() ? 0 : state.threads, &stop};
+    state.registering = memory;
     pthread_mutex_unlock(&state.lock);
     pthread_mutex_lock(&state.working);
     uint64_t began = kvp_clock();
-    int made = still_there(what.context) && !atomic_load(&stop) ? kvp_recycle_prepare(&what) : 0;
+    int made = 0;
+    if (still_there(what.context) && !atomic_load(&stop))
+        made = memory ? kvp_recycle_register(memory, what.context) : kvp_recycle_prepare(&what);
     uint64_t took = kvp_clock() - began;
     pthread_mutex_unlock(&state.working);
     pthread_mutex_lock(&state.lock);
     if (made > 0) state.took_ns += took;
-    if (made > 0 && !hurry && state.running)
-        rest(took / 4 < PAUSE_MS * 1000000 ? (uint32_t)(took / 4000000) + 1 : PAUSE_MS);
+    if (memory) {
+        state.paced_ns = kvp_clock() + (made > 0 ? PACE * took : RETRY_MS * 1000000u);
+        for (uint32_t i = 0; i < state.buffer_count; i++)
+            if (state.buffers[i].memory == memory) state.buffers[i].registered |= made > 0;
+    } else
+        state.failed = !made;
+    state.registering = NULL;
+    state.turns++;
+    pthread_cond_broadcast(&state.made);
     return made;
+}
+
+/* Lock held. */
+static void no_more(void) {
+    for (uint32_t i = 0; i < state.size_count; i++) state.sizes[i].wanted = 0;
+    for (uint32_t i = 0; i < state.range_count; i++) state.ranges[i].asks = 0;
+    atomic_store(&ended, 1);
+}
+
+/* Lock held; without it meanwhile. 1: there was something, and it was done. */
+static int do_next(void) {
+    int hurry = is_hurry();
+    uint64_t bytes = missing(), now = kvp_clock();
+    void *memory = unregistered();
+    if (bytes && !state.failed && (hurry || now < state.paced_ns)) memory = NULL;
+    if (memory && !hurry && now < state.paced_ns) {
+        rest((uint32_t)((state.paced_ns - now) / 1000000) + 1);
+        return 1;
+    }
+    if (!memory && !bytes) return 0;
+    int made = make(bytes, memory);
+    if (made < 0) no_more();
+    if (state.running <= 0) return 1;
+    if (!made && !memory)
+        rest(RETRY_MS);
+    else if (memory && hurry)
+        rest(TURN_MS);
+    return 1;
 }
 
 /* Lock held; without it meanwhile. 1: it was one. */
@@ -208,28 +281,20 @@ static int let_one_go(void) {
     return 1;
 }
 
-/* Lock held. */
-static void no_more(void) {
-    for (uint32_t i = 0; i < state.size_count; i++) state.sizes[i].wanted = 0;
-    for (uint32_t i = 0; i < state.range_count; i++) state.ranges[i].asks = 0;
-    atomic_store(&ended, 1);
+static uint32_t few_threads(void) {
+    uint32_t threads = kvp_processors() / OF_PROCESSORS;
+    return threads < FEWEST_THREADS ? FEWEST_THREADS : threads > MOST_THREADS ? MOST_THREADS : threads;
 }
 
 static void *prepare(void *unused) {
     (void)unused;
     prctl(PR_SET_NAME, "kvprobe-prepare");
     kvp_thread.inside = IN_RUNTIME; /* what it calls is not the program's */
+    uint32_t threads = few_threads();
     pthread_mutex_lock(&state.lock);
+    state.threads = threads;
     while (state.running > 0) {
-        uint64_t bytes = 0;
-        for (uint32_t i = 0; i < state.size_count && !bytes; i++)
-            if (state.sizes[i].wanted > state.sizes[i].ready) bytes = state.sizes[i].bytes;
-        if (bytes && !atomic_load(&ended)) {
-            int made = make(bytes);
-            if (made < 0) no_more();
-            if (!made && state.running > 0) rest(RETRY_MS);
-        } else if (!let_one_go())
-            rest(state.idle_ns ? RETRY_MS : 0);
+        if ((atomic_load(&ended) || !do_next()) && !let_one_go()) rest(state.idle_ns ? RETRY_MS : 0);
         if (!atomic_load(&ended) && state.given_up_bytes > VAIN_BYTES + IN_VAIN * state.used_bytes) {
             no_more();
             kvp_decision(folder, "rollback", "prepared", "as it is", 0,
@@ -250,6 +315,7 @@ static void have_thread(void) {
         pthread_condattr_init(&attributes);
         pthread_condattr_setclock(&attributes, CLOCK_MONOTONIC);
         pthread_cond_init(&state.changed, &attributes);
+        pthread_cond_init(&state.made, &attributes);
         pthread_condattr_destroy(&attributes);
         kvp_block_signals(&were);
         state.running = !pthread_create(&state.thread, NULL, prepare, NULL);
@@ -268,7 +334,7 @@ void kvp_prepare_stop(void) {
     int was = state.running;
     state.running = 0;
     no_more();
-    if (was) pthread_cond_signal(&state.changed);
+    if (was) pthread_cond_signal(&state.changed), pthread_cond_broadcast(&state.made);
     pthread_mutex_unlock(&state.lock);
     if (was) pthread_join(state.thread, NULL);
 }
@@ -345,7 +411,7 @@ void kvp_prepare_made(void *memory, uint64_t bytes) {
     pthread_mutex_lock(&state.lock);
     size_class *size = class_of(bytes, 1);
     if (size && GROWN(state.buffers, state.buffer_count, state.buffer_room)) {
-        state.buffers[state.buffer_count++] = (buffer){memory, bytes};
+        state.buffers[state.buffer_count++] = (buffer){memory, bytes, 0};
         size->ready++;
         state.prepared++;
         state.prepared_bytes += bytes;
@@ -358,7 +424,7 @@ static uint64_t take_out(const void *memory, size_class **size) {
     for (uint32_t i = 0; i < state.buffer_count; i++) {
         buffer one = state.buffers[i];
         if (one.memory != memory) continue;
-        state.buffers[i] = state.buffers[--state.buffer_count];
+        memmove(&state.buffers[i], &state.buffers[i + 1], (--state.buffer_count - i) * sizeof one); /* in order */
         *size = class_of(one.bytes, 0);
         if (*size && (*size)->ready) (*size)->ready--;
         return one.bytes;
@@ -375,6 +441,8 @@ void kvp_prepare_taken(void *memory) {
         state.used++;
         state.used_bytes += bytes;
         state.asked_ns = kvp_clock();
+        state.asked_bytes = 0; /* it has it: the next one is looked for in order */
+        if (state.running > 0) pthread_cond_signal(&state.changed);
     }
     int tell = bytes && !state.told++;
     pthread_mutex_unlock(&state.lock);
@@ -394,4 +462,24 @@ void kvp_prepare_gone(void *memory) {
         state.given_up_bytes += bytes;
     }
     pthread_mutex_unlock(&state.lock);
+}
+
+int kvp_prepare_awaits(uint64_t bytes, uint64_t *turn, uint64_t until_ns) {
+    int look = 0;
+    pthread_mutex_lock(&state.lock);
+    const size_class *size = state.running > 0 ? class_of(bytes, 0) : NULL;
+    if (size && (size->wanted || size->ready)) {
+        state.asked_ns = kvp_clock();
+        state.asked_bytes = bytes;
+        pthread_cond_signal(&state.changed);
+        look = *turn != state.turns; /* since it looked */
+        int comes = !atomic_load(&ended) && !state.failed && size->wanted > size->ready;
+        for (uint32_t i = 0; i < state.buffer_count && !comes; i++)
+            comes = state.buffers[i].bytes == bytes && state.buffers[i].memory == state.registering;
+        struct timespec until = {(time_t)(until_ns / 1000000000u), (long)(until_ns % 1000000000u)};
+        if (!look && comes) look = !pthread_cond_timedwait(&state.made, &state.lock, &until);
+        *turn = state.turns;
+    }
+    pthread_mutex_unlock(&state.lock);
+    return look;
 }

@@ -19,8 +19,12 @@ void kvp_prepare_close(void); /* the run folder is told what was done */
 void kvp_prepare_made(void *memory, uint64_t bytes);
 void kvp_prepare_taken(void *memory);
 void kvp_prepare_gone(void *memory);
+/* The program asks for so much, and none is kept. 1: it is to look once more; 0: there will be none before `until_ns`.
+ * `turn` is the caller's, 0 at first. */
+int kvp_prepare_awaits(uint64_t bytes, uint64_t *turn, uint64_t until_ns);
 
-/* recycle.c, on the thread that prepares. 1: such a buffer is kept. 0: not now. -1: never. */
+/* recycle.c, on the thread that prepares: pages are kept; such a buffer is registered, and kept or gone. 1: it is.
+ * 0: not now. -1: never. */
 struct preparing {
     uint64_t bytes;
     void *context;
@@ -28,6 +32,7 @@ struct preparing {
     const atomic_int *stop;
 };
 int kvp_recycle_prepare(const struct preparing *what);
+int kvp_recycle_register(void *memory, void *context);
 void kvp_recycle_unprepare(void *memory); /* it is let go, if it is kept still */
 int kvp_recycle_prepares(void **context); /* whether that may be for who calls, in its context */
 

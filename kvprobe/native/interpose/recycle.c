@@ -44,6 +44,7 @@
 #define IN_VAIN 2           /* budgets that came and went, until nothing more is kept */
 #define WATCH_MS 100
 #define FLAG_BITS 4 /* of a key; the context's id stands above */
+#define PAGES 1     /* the key of those that are not registered yet: prepare.c */
 
 enum { INVALID_VALUE = 1, OUT_OF_MEMORY = 2, RELAXED = 2, HOST = 1, ALL_FLAGS = 7 };
 enum { MEMORY_TYPE = 2, RANGE_START = 11, RANGE_SIZE = 12 };
@@ -276,6 +277,33 @@ static struct freeing *freeing_of(free_fn *call, void *context) {
     return found;
 }
 
+/* Pages that were made before they were asked for, registered now. */
+static int take_pages(size_t bytes, unsigned flags, any_fn *alloc, kvp_kept_buffer *found) {
+    while (kvp_watch.recycles & KVP_KEEPS && kvp_kept_take(&kept, bytes, PAGES, found)) {
+        if (kvp_populated_register(found->memory, flags, alloc) > 0) return 1;
+        kvp_prepare_gone(found->memory);
+        kvp_populated_free(found->memory);
+        kvp_kept_returned(&kept, found);
+    }
+    return 0;
+}
+
+/* One that is kept; while more are being made for a sleep it waits for them, no longer than the runtime would take. */
+static int take(size_t bytes, uint64_t key, unsigned flags, any_fn *alloc, kvp_kept_buffer *found) {
+    uint64_t turn = 0, until_ns = kvp_clock() + kvp_populated_as_it_is_ns(bytes);
+    do {
+        while (kvp_watch.recycles & KVP_KEEPS && kvp_kept_take(&kept, bytes, key, found)) {
+            if (is_whole(found->memory, found->bytes)) return 1;
+            kvp_kept_returned(&kept, found); /* freed by other ways */
+        }
+        if (!flags && take_pages(bytes, flags, alloc, found)) {
+            found->key = key;
+            return 1;
+        }
+    } while (!flags && kvp_watch.recycles & KVP_KEEPS && kvp_prepare_awaits(bytes, &turn, until_ns));
+    return 0;
+}
+
 /* ---- the calls ----------------------------------------------------------------------------------------------------
  */
 
@@ -285,12 +313,8 @@ int kvp_recycle_take(void **pointer, size_t bytes, unsigned flags, any_fn *alloc
     kvp_kept_buffer found;
     if (!pointer || bytes < SMALLEST || !find_driver()) return errno = was, 0;
     uint64_t since = kvp_clock(), key = key_of(flags, &context);
-    while (key && !made && kvp_watch.recycles & KVP_KEEPS && kvp_kept_take(&kept, bytes, key, &found))
-        if (is_whole(found.memory, found.bytes))
-            made = 1;
-        else
-            kvp_kept_returned(&kept, &found); /* freed by other ways */
-    if (made) {
+    if (key && take(bytes, key, flags, alloc, &found)) {
+        made = 1;
         kvp_prepare_taken(found.memory);
         kvp_populated_handed_out(found.memory);
         note_out(&found);
@@ -416,33 +440,53 @@ static any_fn *known_alloc(void) {
 
 /* What was promised and made, among those that are kept. 0: it could not be, and has gone. */
 static int put_prepared(kvp_kept_buffer *b, void *context) {
-    kvp_prepare_made(b->memory, b->bytes);
+    b->taken = 0;
     b->tag = freeing_of(no_free, context);
-    if (!b->tag || !kvp_kept_put_promised(&kept, b)) {
-        kvp_prepare_gone(b->memory);
-        kvp_populated_free(b->memory);
-        return 0;
-    }
-    pthread_mutex_lock(&state.lock);
-    state.made_bytes += b->bytes;
-    state.made_ns += kvp_populated_as_it_is_ns(b->bytes);
-    pthread_mutex_unlock(&state.lock);
-    return 1;
+    if (b->tag && kvp_kept_put_promised(&kept, b)) return 1;
+    kvp_prepare_gone(b->memory);
+    kvp_populated_free(b->memory);
+    kvp_kept_returned(&kept, b);
+    return 0;
 }
 
+/* The pages alone: it calls nothing of CUDA. */
 int kvp_recycle_prepare(const struct preparing *what) {
     struct populating_ahead how = {what->threads, what->stop};
-    kvp_kept_buffer b = {.bytes = what->bytes, .taken = 0};
-    int both = KVP_KEEPS | KVP_POPULATES, mode = RELAXED, made = 0;
+    kvp_kept_buffer b = {.bytes = what->bytes, .key = PAGES, .taken = 0};
+    int both = KVP_KEEPS | KVP_POPULATES;
+    if ((kvp_watch.recycles & both) != both) return -1;
+    if (!kvp_kept_promise(&kept, b.bytes)) return 0;
+    int made = kvp_populated_ahead(&b.memory, b.bytes, 0, &how);
+    if (made <= 0) return kvp_kept_returned(&kept, &b), made;
+    kvp_prepare_made(b.memory, b.bytes);
+    return put_prepared(&b, what->context);
+}
+
+int kvp_recycle_register(void *memory, void *in) {
+    kvp_kept_buffer b;
+    int mode = RELAXED, made = 0;
     void *context;
     any_fn *alloc = known_alloc();
-    if ((kvp_watch.recycles & both) != both) return -1;
-    if (!alloc || driver.cuCtxSetCurrent(what->context)) return 0;
+    if (!alloc || driver.cuCtxSetCurrent(in)) return 0;
     driver.cuThreadExchangeStreamCaptureMode(&mode);
-    if ((b.key = key_of(0, &context)) && kvp_kept_promise(&kept, b.bytes)) {
-        made = kvp_populated_ahead(&b.memory, b.bytes, 0, alloc, &how);
-        if (made > 0 && !put_prepared(&b, context)) made = 0;
-        if (made <= 0) kvp_kept_returned(&kept, &b);
+    uint64_t key = key_of(0, &context);
+    if (key && kvp_kept_take_this(&kept, memory, &b)) {
+        b.taken = 0;
+        made = kvp_populated_register(memory, 0, alloc);
+        if (made > 0) {
+            b.key = key;
+            made = put_prepared(&b, context);
+        } else {
+            kvp_prepare_gone(memory);
+            kvp_populated_free(memory);
+            kvp_kept_returned(&kept, &b);
+        }
+    }
+    if (made > 0) {
+        pthread_mutex_lock(&state.lock);
+        state.made_bytes += b.bytes;
+        state.made_ns += kvp_populated_as_it_is_ns(b.bytes);
+        pthread_mutex_unlock(&state.lock);
     }
     driver.cuThreadExchangeStreamCaptureMode(&mode);
     driver.cuCtxSetCurrent(NULL);

@@ -746,6 +746,12 @@ CALL(cudaHostRegister, A_FREE, r.call = KVP_CALL_cudaHostRegister; r.bytes = byt
 #define cudaFree_P void *pointer
 #define cudaFree_A pointer
 CALL(cudaFree, A_FREE, r.call = KVP_CALL_cudaFree; r.dst = WORD(pointer))
+#define cudaMemPoolTrimTo_P void *pool, size_t keep
+#define cudaMemPoolTrimTo_A pool, keep
+CALL(cudaMemPoolTrimTo, A_CALL, r.call = KVP_CALL_cudaMemPoolTrimTo)
+#define cuMemPoolTrimTo_P void *pool, size_t keep
+#define cuMemPoolTrimTo_A pool, keep
+CALL(cuMemPoolTrimTo, A_CALL, r.call = KVP_CALL_cuMemPoolTrimTo)
 #define cudaFreeHost_P void *pointer
 #define cudaFreeHost_A pointer
 CALL_BY(cudaFreeHost, A_FREE, KVP_RECYCLED_FREE, r.call = KVP_CALL_cudaFreeHost)
@@ -1039,6 +1045,7 @@ ENDS_STREAM(cuStreamDestroy)
     X(cuStreamCreateWithPriority, cuStreamCreateWithPriority, 0) X(cuEventCreate, cuEventCreate, 0) \
     X(cudaMalloc, cudaMalloc, 0) BOTH(X, cudaMallocAsync) X(cudaHostAlloc, cudaHostAlloc, 0) \
     X(cudaMallocHost, cudaMallocHost, 0) X(cudaHostRegister, cudaHostRegister, 0) X(cudaFree, cudaFree, 0) \
+    X(cudaMemPoolTrimTo, cudaMemPoolTrimTo, 0) X(cuMemPoolTrimTo, cuMemPoolTrimTo, 0) \
     X(cudaFreeHost, cudaFreeHost, 0) X(cudaHostUnregister, cudaHostUnregister, 0) \
     X(cuMemAlloc, cuMemAlloc_v2, 0) X(cuMemHostAlloc, cuMemHostAlloc, 0) X(cuMemAllocHost, cuMemAllocHost_v2, 0) \
     X(cuMemHostRegister, cuMemHostRegister, 0) X(cuMemHostRegister, cuMemHostRegister_v2, 0) \

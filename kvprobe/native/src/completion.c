@@ -210,6 +210,8 @@ void kvp_retire(kvp_submitter *s, int d, uint64_t now) {
         atomic_fetch_sub(&dir->places, m->places);
         atomic_fetch_sub(&dir->bytes, m->bytes);
         dir->line.head++;
+        struct marker *next = &dir->line.marker[dir->line.head % MARKERS];
+        if (!line_empty(&dir->line)) next->due_ns = kvp_due_ns(dir, next->bytes, end ? end : now);
         dir->pause_ns = LEAST_PAUSE_NS;
         dir->progress_ns = now;
         forget_event(s, dir->flying, m->sequence);

@@ -119,7 +119,9 @@ KVP_EXPORT const char *kvp_clock_name(void); /* "tsc", "cntvct" or "clock_gettim
     X(75, COPY_SYNC, cuMemcpyHtoD)                                                                                     \
     X(76, COPY_SYNC, cuMemcpyDtoH)                                                                                     \
     X(77, COPY_SYNC, cuMemcpyDtoD)                                                                                     \
-    X(78, COPY_SYNC, cudaMemcpy2D)
+    X(78, COPY_SYNC, cudaMemcpy2D)                                                                                     \
+    X(79, FREE, cudaMemPoolTrimTo)                                                                                     \
+    X(80, FREE, cuMemPoolTrimTo)
 
 enum kvp_call {
 #define X(id, kind, name) KVP_CALL_##name = id,

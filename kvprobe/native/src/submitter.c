@@ -270,8 +270,6 @@ static void add_marker(kvp_submitter *s, struct direction *dir, const struct att
         kvp_event_give(s, event);
         event = NULL;
     }
-    uint64_t rate = dir->rate ? dir->rate : 1;
-    dir->due_ns = (dir->due_ns > now ? dir->due_ns : now) + (uint64_t)((double)a->bytes / (double)rate * 1e9);
     uint32_t places = a->places + (event != NULL) + (start != NULL);
     kvp_must(s, dir->line.tail - dir->line.head < MARKERS, "more marks than there is space for");
     dir->line.marker[dir->line.tail % MARKERS] = (struct marker){.event = event,
@@ -282,7 +280,7 @@ static void add_marker(kvp_submitter *s, struct direction *dir, const struct att
                                                                  .ready_ns = ready,
                                                                  .called_ns = after - a->ns,
                                                                  .idle = idle,
-                                                                 .due_ns = dir->due_ns,
+                                                                 .due_ns = kvp_due_ns(dir, a->bytes, now),
                                                                  .places = places,
                                                                  .entries = entries};
     dir->line.tail++;
@@ -514,7 +512,6 @@ static int submit_once(kvp_submitter *s, int d, uint64_t now, bool others) {
     if (!room) return 0;
     if (line_empty(&dir->line) && !head->begun) { /* nothing is outstanding: any stream keeps the order */
         take_stream(s, dir, d);
-        dir->due_ns = now;
         dir->progress_ns = now;
     }
     if (open == HURRIED && !wait_on_the_device(s, dir)) return 1;

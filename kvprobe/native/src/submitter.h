@@ -85,7 +85,7 @@ struct marker {
     uint64_t bytes, sequence /* jobs up to it end here */, begun /* jobs up to it have begun */;
     uint64_t ready_ns;    /* the device could begin with it, as far as this thread was concerned; 0: not known */
     uint64_t called_ns;   /* its submission began */
-    uint64_t due_ns;      /* when it should be reached */
+    uint64_t due_ns;      /* of the oldest one: when it should be reached */
     uint64_t expected_ns; /* by the table of methods; 0: not known */
     uint32_t places;
     uint32_t entries;     /* of the direction's ring of copies, with those that were passed over at its end */
@@ -125,7 +125,7 @@ struct direction {
     uint32_t *held_up;              /* by pooled stream: how often it was */
     void *_Atomic stream;
     atomic_ullong rate; /* bytes per second, lately */
-    uint64_t due_ns, next_ns, progress_ns;
+    uint64_t next_ns, progress_ns;
     uint64_t gate_since;  /* the head waits for compute; 0: it does not */
     uint64_t alone_since; /* and nothing of ours is in flight, which may hold up the mark that it waits for */
     uint32_t pause_ns;
@@ -305,6 +305,12 @@ typedef cudaError_t (*mode_fn)(int *);
 static inline bool of_cells(const kvp_submitter *s) { return s->config.cells.notes != NULL; }
 
 static inline bool line_empty(const struct line *l) { return l->head == l->tail; }
+
+/* When copies of so many bytes should be over that begin then. */
+static inline uint64_t kvp_due_ns(const struct direction *dir, uint64_t bytes, uint64_t begin_ns) {
+    uint64_t rate = dir->rate ? dir->rate : 1;
+    return begin_ns + (uint64_t)((double)bytes / (double)rate * 1e9);
+}
 
 static inline void kvp_clear_error(kvp_submitter *s) {
     if (s->config.copier.cuda.get_last_error) CALL(s, get_last_error, none_fn)();

@@ -2,9 +2,10 @@
  *
  *   copies VIA CALLS THREADS PROCESSES [fork|exec|kill]
  *
- * VIA: link, loads (linked, all one direction, which the host runtime takes soonest), dlsym, driver (cuGetProcAddress), entry (cudaGetDriverEntryPointByVersion), waits (the driver's copies that wait), batch, sync, mixed.
- * fork: each process forks in the middle of its calls, and both go on. kill: counts in the file $COUNTS, until killed.
- * Prints "name calls copies bytes" of what it did, all processes together. */
+ * VIA: link, loads (linked, all one direction, which the host runtime takes soonest), dlsym, driver (cuGetProcAddress),
+ * entry (cudaGetDriverEntryPointByVersion), waits (the driver's copies that wait), trims (of a memory pool), batch,
+ * sync, mixed. fork: each process forks in the middle of its calls, and both go on. kill: counts in the file $COUNTS,
+ * until killed. Prints "name calls copies bytes" of what it did, all processes together. */
 #define _GNU_SOURCE
 #include "kvp_cuda.h"
 
@@ -27,13 +28,17 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t *, unsigned, int);
 cudaError_t cudaStreamSynchronize(cudaStream_t);
 cudaError_t cudaMalloc(void **, size_t);
 cudaError_t cudaHostAlloc(void **, size_t, unsigned);
+cudaError_t cudaDeviceGetDefaultMemPool(void **, int);
+cudaError_t cudaMemPoolTrimTo(void *, size_t);
 cudaError_t cudaGetDriverEntryPointByVersion(const char *, void **, unsigned, unsigned long long, int *);
 int cuGetProcAddress_v2(const char *, void **, int, uint64_t, int *);
 
-enum { H2D, D2H, D2D, UNKNOWN, BATCH, SYNC, WAIT, HTOD, DTOH, DTOD, ANY, ROWS, COUNTERS };
-static const char *const names[] = {"H2D",  "D2H",  "D2D",  "unknown", "batch", "sync",
-                                    "wait", "HtoD", "DtoH", "DtoD",    "any",   "2D"};
-static struct { volatile uint64_t calls, copies, bytes; } * total; /* shared by all processes */
+enum { H2D, D2H, D2D, UNKNOWN, BATCH, SYNC, WAIT, HTOD, DTOH, DTOD, ANY, ROWS, TRIM, TRIM_BY_DRIVER, COUNTERS };
+static const char *const names[] = {"H2D",  "D2H",  "D2D",  "unknown", "batch", "sync", "wait",
+                                    "HtoD", "DtoH", "DtoD", "any",     "2D",    "trim", "cuTrim"};
+static struct {
+    volatile uint64_t calls, copies, bytes;
+} *total; /* shared by all processes */
 
 static const char *via;
 static long calls;
@@ -53,7 +58,8 @@ static void check(int error, const char *what) {
 
 static void *fetch(const char *name) {
     void *f = NULL;
-    if (!strcmp(via, "driver") || !strcmp(via, "waits")) check(cuGetProcAddress_v2(name, &f, 13000, 0, NULL), name);
+    if (!strcmp(via, "driver") || !strcmp(via, "waits") || !strcmp(via, "trims"))
+        check(cuGetProcAddress_v2(name, &f, 13000, 0, NULL), name);
     if (!strcmp(via, "entry")) check(cudaGetDriverEntryPointByVersion(name, &f, 12080, 0, NULL), name);
     if (!f) exit(4);
     return f;
@@ -63,7 +69,8 @@ static void *fetch(const char *name) {
 static void work_waiting(long from, long to, char *device, char *host) {
     int (*htod)(uint64_t, const void *, size_t) = fetch("cuMemcpyHtoD");
     int (*dtoh)(void *, uint64_t, size_t) = fetch("cuMemcpyDtoH");
-    int (*dtod)(uint64_t, uint64_t, size_t) = fetch("cuMemcpyDtoD"), (*any)(uint64_t, uint64_t, size_t) = fetch("cuMemcpy");
+    int (*dtod)(uint64_t, uint64_t, size_t) = fetch("cuMemcpyDtoD"),
+                                    (*any)(uint64_t, uint64_t, size_t) = fetch("cuMemcpy");
     for (long i = from; i < to; i++) {
         size_t bytes = 16 + (size_t)(i % 7);
         uint64_t there = (uintptr_t)device, here = (uintptr_t)host;
@@ -91,6 +98,17 @@ static void work_waiting(long from, long to, char *device, char *host) {
     }
 }
 
+/* What a memory pool keeps is given back, by the runtime and by the driver. */
+static void trim(long from, long to) {
+    int (*by_driver)(void *, size_t) = fetch("cuMemPoolTrimTo");
+    void *pool;
+    check(cudaDeviceGetDefaultMemPool(&pool, 0), "pool");
+    for (long i = from; i < to; i++) {
+        check(i % 3 ? cudaMemPoolTrimTo(pool, 0) : by_driver(pool, 0), "trim");
+        did(i % 3 ? TRIM : TRIM_BY_DRIVER, 1, 0);
+    }
+}
+
 static void work(long from, long to, char *device, char *host, cudaStream_t stream) {
     int (*copy)(void *, const void *, size_t, int, cudaStream_t) = cudaMemcpyAsync;
     if (!strcmp(via, "dlsym")) {
@@ -99,6 +117,7 @@ static void work(long from, long to, char *device, char *host, cudaStream_t stre
             exit(5);
     }
     if (!strcmp(via, "waits")) return work_waiting(from, to, device, host);
+    if (!strcmp(via, "trims")) return trim(from, to);
     int driver = !strcmp(via, "driver") || !strcmp(via, "entry"), mixed = !strcmp(via, "mixed");
     int (*htod)(uint64_t, const void *, size_t, cudaStream_t) = NULL;
     int (*dtoh)(void *, uint64_t, size_t, cudaStream_t) = NULL;

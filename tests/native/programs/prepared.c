@@ -199,6 +199,37 @@ static void captures(void) {
     wake_up(1, 1);
 }
 
+/* Nothing is pinned while a stream is captured, but pages are made. */
+static uint64_t shared_bytes(void) {
+    char line[512];
+    unsigned long long all = 0, kib = 0;
+    int is_shared = 0;
+    FILE *file = fopen("/proc/self/smaps", "re");
+    while (file && fgets(line, sizeof line, file)) {
+        if (strstr(line, "-") && strchr(line, ' ') > strchr(line, '-')) is_shared = strstr(line, "/dev/zero") != NULL;
+        if (is_shared && sscanf(line, "Rss: %llu", &kib) == 1) all += kib * 1024;
+    }
+    if (file) fclose(file);
+    return all;
+}
+
+static void pages_first(void) {
+    cudaStream_t stream;
+    void *graph;
+    uint64_t model = 0;
+    for (int i = 0; i < MODEL; i++) model += sizes[i];
+    check(cudaStreamCreateWithFlags(&stream, 1));
+    check(cudaStreamBeginCapture(stream, 0));
+    load(1);
+    for (int i = 0; i < 20000 && getenv("PAGES_FIRST") && shared_bytes() < model; i++)
+        nanosleep(&(struct timespec){0, 1000000}, NULL);
+    if (getenv("PAGES_FIRST") && shared_bytes() < model) exit(6);
+    if (look()) exit(7);
+    check(cudaStreamEndCapture(stream, &graph));
+    fall_asleep(1, 1);
+    wake_up(1, 1);
+}
+
 /* KVHOST_PINNED_BYTES says how much there is. */
 static void out_of_memory(void) {
     void *at;
@@ -265,6 +296,7 @@ int main(int count, char **arguments) {
     if (!strcmp(play, "forks")) forks();
     if (!strcmp(play, "resets")) resets();
     if (!strcmp(play, "captures")) captures();
+    if (!strcmp(play, "pages-first")) pages_first();
     if (!strcmp(play, "memory")) out_of_memory();
     if (!strcmp(play, "locked")) locked_limit();
     if (!strcmp(play, "threads")) threads();

@@ -1,0 +1,96 @@
+"""A window that begins before all calls were kept: what its thread did then, against the same program kept whole."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from kvprobe.account import GpuAccount, Line, account_of
+from kvprobe.account.lines import Unknown
+from kvprobe.account.samples import MOST
+from kvprobe.recordings.joined import Joined
+from kvprobe.recordings.model import CallKind, Direction, Engine, Recording, Source, Table
+from kvprobe.recordings.serving import ServingWindow
+
+US, MS = 1_000, 1_000_000
+STEPS = 500
+KINDS = (CallKind.COPY, CallKind.SYNC)
+
+
+class Program:
+    """Steps: forty copies one by one, with Python between them, a kernel behind them, and a wait for it."""
+
+    def __init__(self, seed: int, until: int = STEPS, busier: float = 1.0) -> None:
+        """`busier`: so many times as long does each copy's call take in steps before `until`."""
+        chance, at = random.Random(seed), 0
+        self.calls: list[tuple[int, int, int]] = []
+        self.spans: list[tuple[int, int]] = []
+        for step in range(STEPS):
+            for _ in range(40):
+                took = int(chance.uniform(2, 4) * US * (busier if step < until else 1))
+                self.calls.append((at, at + took, CallKind.COPY))
+                at += took + int(chance.uniform(1, 3) * US)
+            kernel = int(chance.uniform(200, 400) * US)
+            self.spans.append((at, at + kernel))
+            self.calls.append((at + US, at + kernel + 5 * US, CallKind.SYNC))
+            at += kernel + int(chance.uniform(20, 60) * US)
+        self.end = at
+
+    def account(self, kept_from: int = 0) -> GpuAccount:
+        """As it was recorded where only slow calls before step `kept_from` were kept; over all of it."""
+        recording = Recording([Source("made", "trace")], names=["", "cudaMemcpyAsync", "cudaStreamSynchronize"])
+        every, spans = np.array(self.calls), np.array(self.spans)
+        first = int(every[kept_from * 41, 0])
+        calls = every[(every[:, 0] >= first) | (every[:, 2] == CallKind.SYNC)]
+        copies = calls[:, 2] == CallKind.COPY
+        columns = {"start_ns": calls[:, 0], "end_ns": calls[:, 1], "kind": calls[:, 2]}
+        columns |= {"thread": np.full(len(calls), 7), "stream": np.zeros(len(calls)), "name": np.where(copies, 1, 2)}
+        direction = np.where(copies, int(Direction.H2D), 0)
+        recording.tables["calls"] = Table("calls", {**columns, "bytes": 64 * copies, "direction": direction})
+        recording.tables["totals"] = Table(
+            "totals",
+            {
+                "kind": [int(kind) for kind in KINDS],
+                "thread": [7, 7],
+                "calls": [int((every[:, 2] == kind).sum()) for kind in KINDS],
+                "dur_ns": [int((every[:, 1] - every[:, 0])[every[:, 2] == kind].sum()) for kind in KINDS],
+            },
+        )
+        engine = np.full(len(spans), Engine.KERNEL)
+        recording.tables["spans"] = Table(
+            "spans", {"start_ns": spans[:, 0], "end_ns": spans[:, 1], "engine": engine, "count": np.ones(len(spans))}
+        )
+        recording.tables["coverage"] = Table("coverage", {"start_ns": [0], "end_ns": [self.end]})
+        recording.tables["streams"] = Table("streams", {"process": [0], "handle": [7]})
+        recording.tables["processes"] = Table("processes", {"pid": [1]})
+        recording.lost = {0: len(every) - len(calls)} if kept_from else {}
+        recording.window = ServingWindow(self.end, np.zeros(1, dtype=np.int64), "given by --from", 0, True)
+        account = account_of(Joined(recording))
+        assert not kept_from or account.threads[0].from_ns == first
+        (gpu,) = account.gpus
+        assert int(gpu.stretches.ns.sum()) == gpu.window_ns
+        return gpu
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_time_in_calls_that_were_not_kept_is_not_said_to_be_the_threads_own(seed: int) -> None:
+    program = Program(seed)
+    truth, gpu = program.account(), program.account(kept_from=400)
+    assert truth.share(Line.SUBMITTING) > 0.2
+    for line in Line:
+        assert gpu.share(line) == pytest.approx(truth.share(line), abs=0.02), line
+    told = gpu.to_json()
+    assert told["by_samples_ns"] > 0.3 * gpu.window_ns and told["by_samples_error_ns"] < MOST * gpu.window_ns
+
+
+def test_a_time_before_that_was_another_by_the_sums_is_not_known() -> None:
+    """The calls took three times as long before: what came afterwards says nothing of it."""
+    gpu = Program(5, until=400, busier=3.0).account(kept_from=400)
+    assert gpu.unknown_ns()[Unknown.NOT_KEPT] > 0.3 * gpu.window_ns
+    assert gpu.ns(Line.ELSEWHERE, Line.PYTHON) < 0.1 * gpu.window_ns
+
+
+def test_where_all_calls_were_kept_nothing_is_by_samples() -> None:
+    assert Program(6).account().to_json()["by_samples_ns"] == 0
