@@ -19,7 +19,7 @@ import numpy as np
 
 from kvprobe.account import Line
 from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, cause_of
-from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
+from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, size
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import ascending
 from kvprobe.recordings.model import CallKind
@@ -85,7 +85,7 @@ def find(joined: JoinedRecording) -> Finding | None:
                 MEASURED,
             ),
             *_other(joined, rest, int(ns.sum())),
-            *((Evidence(f"they asked for {asked / 1e6:,.1f} MB", asked, "bytes", COUNTED),) if asked else ()),
+            *((Evidence(f"they asked for {size(asked)}", asked, "bytes", COUNTED),) if asked else ()),
         ),
         cure=_changes(names),
         chart=joined.slow_calls_chart(rows, "Allocations between submissions"),

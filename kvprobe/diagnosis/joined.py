@@ -35,7 +35,7 @@ from kvprobe.diagnosis.finding import (
     singular,
 )
 from kvprobe.diagnosis.traced import longest
-from kvprobe.durations import percent_text, time_text
+from kvprobe.durations import bytes_text, percent_text, time_text
 from kvprobe.launchqueue.constants import LEAST_NS, NOTABLE_NS, NOTABLE_SHARE
 from kvprobe.recordings.assemble import among, pairs, positions, rows_of
 from kvprobe.recordings.intervals import Cover, distinct, group_starts, in_time
@@ -57,13 +57,8 @@ ALIKE = 0.98  # what GPUs lost: closer together, a title names none of them
 LOUD = 0.3  # of a GPU's time with work to do: what no cause explains is critical from here, a warning from CRITICAL
 
 
-def size(count: float) -> str:
-    """Bytes in the unit that a person would take, of three digits."""
-    unit, scale = next((one for one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if count >= one[1]), ("bytes", 1.0))
-    return f"{count / scale:,.3g} {unit}" if count < 1e12 else f"{count / scale:,.0f} {unit}"
-
-
 ms = time_text  # a duration for a sentence
+size = bytes_text  # bytes for a sentence
 
 DIRECTIONS = {Direction.H2D: "CPU to GPU", Direction.D2H: "GPU to CPU"}  # for a sentence
 

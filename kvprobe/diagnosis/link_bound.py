@@ -31,7 +31,7 @@ import numpy as np
 from kvprobe.account import COPIES
 from kvprobe.account.stretches import NOBODY
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
-from kvprobe.diagnosis.joined import DIRECTIONS, Array, JoinedRecording, ms, share
+from kvprobe.diagnosis.joined import DIRECTIONS, Array, JoinedRecording, ms, share, size
 from kvprobe.diagnosis.wasted_stores import no_addresses
 from kvprobe.diagnosis.weights_not_overlapped import CAUSE as WEIGHTS
 from kvprobe.recordings.intervals import Cover, distinct
@@ -84,9 +84,7 @@ def open_question(joined: JoinedRecording) -> Finding | None:
             name = DIRECTIONS[direction]
             reached = moved / joined.span_ns * 1e9
             evidence += [
-                Evidence(
-                    f"{name}: {moved / 1e9:.3g} GB, {reached / 1e9:.1f} GB/s on average", reached, "bytes/s", MEASURED
-                ),
+                Evidence(f"{name}: {size(moved)}, {reached / 1e9:.1f} GB/s on average", reached, "bytes/s", MEASURED),
                 Evidence(
                     f"{name}: the link carries {link.bytes_per_s / 1e9:.1f} GB/s",
                     link.bytes_per_s,
@@ -244,7 +242,7 @@ def _full_link(
     evidence += [
         Evidence(
             f"{name}: copies ran for {share(copying.total_ns, joined.span_ns)} of the serving window and moved "
-            f"{moved / 1e9:.3g} GB at {reached / 1e9:.1f} GB/s",
+            f"{size(moved)} at {reached / 1e9:.1f} GB/s",
             reached,
             "bytes/s",
             MEASURED,

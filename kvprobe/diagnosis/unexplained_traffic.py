@@ -31,7 +31,7 @@ from kvprobe.diagnosis.finding import (
     NotLookedFor,
     cause_of,
 )
-from kvprobe.diagnosis.joined import CRITICAL, JoinedRecording, ms
+from kvprobe.diagnosis.joined import CRITICAL, JoinedRecording, ms, size
 from kvprobe.recordings.intervals import distinct
 from kvprobe.recordings.model import Array, CallKind, Direction, Memory
 
@@ -102,7 +102,7 @@ def find(joined: JoinedRecording) -> Finding | None:
                 MEASURED,
             ),
             Evidence(
-                f"{reach / 1e6:,.0f} MB of host memory were pinned or mapped where a kernel can reach them",
+                f"{size(reach)} of host memory were pinned or mapped where a kernel can reach them",
                 reach,
                 "bytes",
                 COUNTED,

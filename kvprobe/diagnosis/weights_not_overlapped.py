@@ -30,7 +30,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
-from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
+from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, size
 from kvprobe.diagnosis.waited_copies import waited_copies
 from kvprobe.recordings.intervals import Cover, ascending, distinct, group_starts, in_time
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
@@ -155,7 +155,7 @@ def open_question(joined: JoinedRecording) -> Finding | None:
         ns,
         lost_on="device",
         evidence=(
-            Evidence(f"they move {moved / 1e9:.1f} GB", moved, "bytes", MEASURED),
+            Evidence(f"they move {size(moved)}", moved, "bytes", MEASURED),
             Evidence(
                 f"at {link.bytes_per_s / 1e9:.1f} GB/s ({link.how}) that takes {ms(int(ns.sum()))}",
                 float(ns.sum()),

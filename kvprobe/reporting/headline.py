@@ -245,7 +245,10 @@ def change_parts(change: Change, before: Sequence[Change] = ()) -> list[Part]:
     parts = cure_parts(change.text)
     said = [Part(f", at {change.at}")] if change.at else []
     saving = saving_text(change, before)
-    said += [Part(f" ({saving})")] if saving else []
+    if saving and change.text.rstrip().endswith(")") and not said:  # no second brackets behind the first
+        said.append(Part(f". {saving[:1].upper()}{saving[1:]}"))
+    elif saving:
+        said.append(Part(f" ({saving})"))
     last = next((i for i, part in enumerate(parts) if part.code), len(parts))  # lines to copy come after the sentence
     return parts[:last] + said + parts[last:]
 
