@@ -14,7 +14,7 @@ from typing import cast
 import numpy as np
 
 from kvprobe.account.activity import Activity, activities
-from kvprobe.account.gpu import BEGINS_NS, LinkRate, links_of, stretches_of
+from kvprobe.account.gpu import BEGINS_NS, links_of, stretches_of
 from kvprobe.account.lines import COPIES, HOST, OPEN, Line, Unknown
 from kvprobe.account.not_kept import fill_not_kept
 from kvprobe.account.samples import Samples, fill
@@ -24,6 +24,7 @@ from kvprobe.output.parts import AccountJson, GpuJson, ThreadJson
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, union
 from kvprobe.recordings.joined import Joined
+from kvprobe.recordings.link_rate import LinkRate
 from kvprobe.recordings.model import Array, Direction
 
 __all__ = ["Account", "GpuAccount", "ThreadAccount", "account_of"]

@@ -13,7 +13,6 @@ from kvprobe.account.stretches import NOBODY
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, distinct, union
 from kvprobe.recordings.joined import Joined
-from kvprobe.recordings.link_rate import PCIE_5
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Direction, Engine, Memory
 from kvprobe.recordings.run_marks import PAUSED
 
@@ -257,7 +256,7 @@ def _not_later(joined: Joined, caller: Array, begun: Array) -> Array:
 def _at_link_rate(joined: Joined, rows: Array) -> Array:
     """How long the bytes of some spans take the link, ns."""
     spans = joined.recording.spans
-    rates = [joined.link(one)[0] or PCIE_5 for one in (Direction.D2H, Direction.H2D)]
+    rates = [joined.link_or_assumed(one).bytes_per_s for one in (Direction.D2H, Direction.H2D)]
     took: Array = spans["bytes"][rows] * 1e9 / np.where(spans["direction"][rows] == Direction.D2H, *rates)
     return took
 

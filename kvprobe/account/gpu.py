@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from kvprobe.account.activity import Activity, between_host_and_device
@@ -13,12 +11,11 @@ from kvprobe.account.threads import Threads
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, union
 from kvprobe.recordings.joined import Joined
-from kvprobe.recordings.link_rate import PCIE_5
+from kvprobe.recordings.link_rate import FULL_LINK, LinkRate
 from kvprobe.recordings.model import Array, Direction
 
-__all__ = ["BEGINS_NS", "LinkRate", "links_of", "stretches_of"]
+__all__ = ["BEGINS_NS", "links_of", "stretches_of"]
 
-FULL_LINK = 0.8  # of the link's rate: copies that reach it are limited by their bytes alone
 BEGINS_NS = 20_000  # from the end of a submitting call until the device begins: some microseconds, 20 where it was idle
 
 _COMPUTES, _COPIES, _IDLES, _UNCLEAR = 0, 1, 2, 3
@@ -66,30 +63,18 @@ def _busy(gpu: Activity, begin: int, end: int) -> tuple[Array, Array]:
     return edges, what
 
 
-class LinkRate(NamedTuple):
-    """What copies of a direction are compared with; `assumed`: the recording does not tell it."""
-
-    bytes_per_s: float = 0.0
-    assumed: bool = False
-
-
 def links_of(joined: Joined, gpu: Activity) -> tuple[LinkRate, LinkRate]:
     """The rates that this GPU's copies are compared with, to it and from it; 0 where it made none worth a word."""
     moved = [int(gpu.bytes[gpu.copying & (gpu.direction == one)].sum()) for one in (Direction.H2D, Direction.D2H)]
     made = [one > 0.01 * sum(moved) for one in moved]
     return (
-        _link(joined, Direction.H2D) if made[0] else LinkRate(),
-        _link(joined, Direction.D2H) if made[1] else LinkRate(),
+        joined.link_or_assumed(Direction.H2D) if made[0] else LinkRate(),
+        joined.link_or_assumed(Direction.D2H) if made[1] else LinkRate(),
     )
 
 
-def _link(joined: Joined, direction: Direction) -> LinkRate:
-    known = joined.link(direction)[0]
-    return LinkRate(known or PCIE_5, not known)
-
-
 def _of_copies(joined: Joined, gpu: Activity, edges: Array, what: Array) -> tuple[Array, ...]:
-    """Where only copies run: at the link's rate, all that run together, or below it."""
+    """Where only copies run: at the link's rate, all that run together; inside the GPU; or below the link's rate."""
     start, end = edges[:-1][what == _COPIES], edges[1:][what == _COPIES]
     if not len(start):
         return _same(start, end, Line.AT_LINK_RATE)
@@ -98,19 +83,21 @@ def _of_copies(joined: Joined, gpu: Activity, edges: Array, what: Array) -> tupl
     rows = rows[gpu.end[rows] > gpu.start[rows]]
     rows = rows[alone.within(gpu.start[rows], gpu.end[rows]) > 0]
     took = gpu.end[rows] - gpu.start[rows]
+    inside = gpu.direction[rows] == Direction.D2D
     share = np.zeros(len(rows))  # of the link, that each uses
     for direction in (Direction.H2D, Direction.D2H):
         mine = gpu.direction[rows] == direction
-        rate = _link(joined, direction).bytes_per_s / 1e9
+        rate = joined.link_or_assumed(direction).bytes_per_s / 1e9
         share[mine] = gpu.bytes[rows[mine]] / took[mine] / rate
-    share[~between_host_and_device(gpu.direction[rows])] = 1.0  # inside a GPU, or to another: no link to compare with
+    share[~(between_host_and_device(gpu.direction[rows]) | inside)] = 1.0  # which way is not known: no rate is
     at = np.concatenate((gpu.start[rows], gpu.end[rows]))
-    change = np.concatenate((share, -share))
     order = np.argsort(at, kind="stable")
-    at, level = at[order], np.cumsum(change[order])
+    at = at[order]
     last = np.append(at[1:] > at[:-1], True)  # of the changes at one instant
-    knots, level = at[last], level[last]
-    line = np.where(level >= FULL_LINK, Line.AT_LINK_RATE, Line.BELOW_LINK_RATE).astype(np.uint8)
+    knots = at[last]
+    level, moving = (np.cumsum(np.concatenate((one, -one))[order])[last] for one in (share, inside.astype(np.int64)))
+    slow = np.where(moving > 0, Line.INSIDE_GPU, Line.BELOW_LINK_RATE)
+    line = np.where(level >= FULL_LINK, Line.AT_LINK_RATE, slow).astype(np.uint8)
     new = np.append(True, line[1:] != line[:-1])
     knots, line = knots[new], line[new]
     far = np.iinfo(np.int64).max

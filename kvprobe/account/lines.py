@@ -29,19 +29,20 @@ class Line(IntEnum):
     # Only copies run.
     AT_LINK_RATE = 1
     BELOW_LINK_RATE = 2
-    NOT_NEEDED = 3
+    INSIDE_GPU = 3
+    NOT_NEEDED = 4
     # Nothing runs, and what ran next had not been submitted: what the thread that submitted it did meanwhile.
-    FULL_QUEUE = 4
-    WAITING_FOR_DEVICE = 5
-    ALLOCATING = 6
-    PAGEABLE = 7
-    SUBMITTING = 8
-    PYTHON = 9
-    NO_CPU = 10
-    TIER = 11
-    ELSEWHERE = 12
-    NOTHING_TO_DO = 13
-    NOT_KNOWN = 14
+    FULL_QUEUE = 5
+    WAITING_FOR_DEVICE = 6
+    ALLOCATING = 7
+    PAGEABLE = 8
+    SUBMITTING = 9
+    PYTHON = 10
+    NO_CPU = 11
+    TIER = 12
+    ELSEWHERE = 13
+    NOTHING_TO_DO = 14
+    NOT_KNOWN = 15
 
     @property
     def key(self) -> str:
@@ -49,7 +50,7 @@ class Line(IntEnum):
         return self.name.lower()
 
 
-COPIES = (Line.AT_LINK_RATE, Line.BELOW_LINK_RATE, Line.NOT_NEEDED)
+COPIES = (Line.AT_LINK_RATE, Line.BELOW_LINK_RATE, Line.INSIDE_GPU, Line.NOT_NEEDED)
 HOST = (
     Line.FULL_QUEUE,
     Line.WAITING_FOR_DEVICE,
@@ -70,6 +71,7 @@ LINE_TITLES: dict[Line, str] = {
     Line.COMPUTING: "computing",
     Line.AT_LINK_RATE: "waiting for copies, at the link's rate",
     Line.BELOW_LINK_RATE: "waiting for copies, below the link's rate",
+    Line.INSIDE_GPU: "waiting for copies inside the GPU or between GPUs",
     Line.NOT_NEEDED: "waiting for copies that were not needed",
     Line.FULL_QUEUE: "waiting for the host: blocked by a full queue",
     Line.WAITING_FOR_DEVICE: "waiting for the host: in a call that waits for the GPU",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -52,7 +54,7 @@ def print_table(
                 column.no_wrap, column.overflow = False, "fold"
         for name in spared:
             if _least(console, table, wrapped) > limit and any(str(one.header) == name for one in table.columns):
-                _leave_out(table, name)
+                table = _without(table, name)
                 left_out.append(name)
         if _least(console, table, wrapped) > limit:  # rather broken than cut
             for column in table.columns:
@@ -71,10 +73,17 @@ def print_table(
         )
 
 
-def _leave_out(table: Table, name: str) -> None:
-    table.columns = [one for one in table.columns if str(one.header) != name]
-    for i, column in enumerate(table.columns):
-        column._index = i
+def _without(table: Table, name: str) -> Table:
+    """The same table without the columns of this heading; at least one other column is left."""
+    kept = [one for one in table.columns if str(one.header) != name]
+    out = copy.copy(table)
+    out.columns, out.rows = [], []
+    for column in kept:  # added anew: a column finds its cells by its number
+        fields = (one.name for one in dataclasses.fields(column) if not one.name.startswith("_"))
+        out.add_column(**{field: getattr(column, field) for field in fields})
+    for row, cells in zip(table.rows, zip(*(column.cells for column in kept), strict=True), strict=True):
+        out.add_row(*cells, style=row.style, end_section=row.end_section)
+    return out
 
 
 def _least(console: Console, table: Table, wrapped: Sequence[str]) -> int:

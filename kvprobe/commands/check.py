@@ -330,10 +330,10 @@ def _judge(recording: Recording, findings: Examination, queues: Occupancy, asked
 
 def _named(finding: Finding) -> str:
     """A finding in one line, with its first change and what that saves."""
-    from kvprobe.reporting.headline import saving_text
+    from kvprobe.reporting.headline import saving_text, shown_changes
 
     line = f"{finding.cause}: {finding.title}"
-    for change in finding.cure[:1]:
+    for change in shown_changes(finding)[:1]:
         saving = saving_text(change)
         line += f" | {change.text}{f', at {change.at}' if change.at else ''}{f' | {saving}' if saving else ''}"
     return line

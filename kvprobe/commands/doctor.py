@@ -26,13 +26,11 @@ if TYPE_CHECKING:
     from kvprobe.cuda import Runtime
     from kvprobe.output.machine import CheckedJson
 
-__all__ = ["command", "examine"]
+__all__ = ["command", "examine", "rate_check"]
 
 GOOD, BAD, NOTE, UNKNOWN = "good", "bad", "note", "unknown"
 COLOURS = {GOOD: "green", BAD: "red", NOTE: "cyan", UNKNOWN: "yellow"}
 LIBRARIES = ("libkvprobe.so", "libkvprobe_interpose.so", "libkvprobe_hostrt.so")
-PCIE_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.56e9}  # bytes/s of a lane, after encoding
-NEAR_LINK = 0.7  # of that; headers take a tenth and more, an H200 in a Gen5 slot reaches 0.88
 PINNED = "pinned memory, tried"
 SCALES = ("0.25x", "0.5x", "2x", "4x")  # other values of CUDA_SCALE_LAUNCH_QUEUES count as 1x
 
@@ -253,29 +251,29 @@ def _bandwidth(runtime: Runtime, gpus: list[dict[str, Any]]) -> Iterator[Check]:
 
     # CUDA counts the devices that it was given, NVML all of them: the pair is known where there is but one
     lanes = gpus[0] if runtime.provider == "cuda" and len(gpus) == 1 else {}
-    limit = PCIE_LANE.get(int(lanes.get("pcie_gen_max", 0)), 0.0) * int(lanes.get("pcie_width_max", 0))
     size = 256 << 20 if runtime.provider == "cuda" else 16 << 20
     device, host = Buffer(runtime, size, "device"), Buffer(runtime, size, "pinned")
     try:
         for kind, (dst, src) in {"h2d": (device, host), "d2h": (host, device)}.items():
-            rate = copy_rate(runtime, dst.address, src.address, size, kind)
-            value = f"{rate / 1e9:.1f} GB/s for {size >> 20} MiB, pinned"
-            if not limit:
-                yield Check(
-                    "link",
-                    kind.upper(),
-                    value,
-                    UNKNOWN,
-                    "the link's speed is not known, so there is nothing to compare with",
-                )
-                continue
-            enough = rate >= NEAR_LINK * limit
-            value += f"; the link can carry {limit / 1e9:.1f}"
-            todo = "" if enough else "check NUMA placement below, PCIe lanes above, and other users of the switch"
-            yield Check("link", kind.upper(), value, GOOD if enough else BAD, todo)
+            yield rate_check(kind, copy_rate(runtime, dst.address, src.address, size, kind), size, lanes)
     finally:
         device.close()
         host.close()
+
+
+def rate_check(kind: str, bytes_per_s: float, size: int, gpu: dict[str, Any]) -> Check:
+    """What copies of `size` bytes reached, "h2d" or "d2h", beside what the link of this GPU carries."""
+    from kvprobe.recordings.link_rate import FULL_LINK, pcie_link
+
+    value = f"{bytes_per_s / 1e9:.1f} GB/s for {size >> 20} MiB, pinned"
+    generation, lanes = int(gpu.get("pcie_gen_max", 0)), int(gpu.get("pcie_width_max", 0))
+    if not (generation and lanes):
+        unknown_link = "the link's speed is not known, so there is nothing to compare with"
+        return Check("link", kind.upper(), value, UNKNOWN, unknown_link)
+    link = pcie_link(generation, lanes)
+    enough = bytes_per_s >= FULL_LINK * link.bytes_per_s
+    todo = "" if enough else "check NUMA placement below, PCIe lanes above, and other users of the switch"
+    return Check("link", kind.upper(), f"{value}; {link.text}", GOOD if enough else BAD, todo)
 
 
 # -- environment and memory --------------------------------------------------------------------------------------------

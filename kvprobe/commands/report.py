@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,7 +49,7 @@ def command(
     that opens without a network.
     """
     from kvprobe.reporting import check_writable, write_report
-    from kvprobe.reporting.headline import NO_CAUSE, WORDS, terminal_lines
+    from kvprobe.reporting.headline import NO_CAUSE, waited_text
 
     check_writable(output, force=force)
     refuse_input(output, inputs)
@@ -79,34 +80,31 @@ def command(
         if verdict.state == "undecided":
             _print_undecided(verdict, findings)
         elif named:
-            for line in terminal_lines(recording, named[0]):
-                click.echo(plain(line))
-            for one in [*named[1:], *(one for one in told if one.severity == "info")]:
-                waited = _waited(one) if one.severity == "info" else ""
-                click.echo(plain(f"also, {WORDS[one.severity].lower()}: {one.title}{waited} ({one.cause})"))
+            _print_found(recording, named, [one for one in told if one.severity == "info"])
             _print_open(findings, named[0])
         else:
             said = f"{verdict.reason}{NO_CAUSE}" if verdict.state == "found" else verdict.reason
             click.echo(plain(f"{'Warning' if verdict.state == 'found' else 'Healthy'}: {said}."))
             for one in [one for one in findings if not one.abstains and one.lost_ns][:1]:
-                click.echo(plain(f"For information: {one.title}{_waited(one)}"))
+                click.echo(plain(f"For information: {one.title}{waited_text(one)}"))
         _print_beside(recording)
         click.echo(f"{path}")
     if show:
         click.launch(path.resolve().as_uri())
 
 
-def _waited(finding: Finding) -> str:
-    """How long the GPU waited for what threads or copies lost, behind a finding's title; "" where no GPU was seen."""
-    from kvprobe.reporting.units import duration
+def _print_found(recording: Recording, named: Sequence[Finding], small: Sequence[Finding]) -> None:
+    """The most severe finding; of each other one its title, and its change where none saves as much."""
+    from kvprobe.commands._reading import plain
+    from kvprobe.reporting.headline import WORDS, change_lines, terminal_lines, waited_text
 
-    if finding.device_ns is None or finding.lost_on in ("device", "none") or finding.no_kernel_follows:
-        return ""
-    return (
-        f"; the GPU waited {duration(finding.device_ns)} for it"
-        if finding.device_ns
-        else "; the GPU did not wait for it"
-    )
+    best = max(named, key=lambda one: one.predicted_saving_ns or 0)
+    lines = terminal_lines(recording, named[0])
+    for one in (*named[1:], *small):
+        lines.append(f"also, {WORDS[one.severity].lower()}: {one.title}{waited_text(one)} ({one.cause})")
+        lines += change_lines(one) if one is best else []
+    for line in lines:
+        click.echo(plain(line))
 
 
 def _print_open(findings: Examination, first: Finding) -> None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvprobe.account import Line
 from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, cause_of
-from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
+from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, size
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import ascending
 from kvprobe.recordings.model import CallKind
@@ -59,7 +59,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     if not keep.any():
         return None
     keep |= _made_since_the_first(joined, rows, keep)
-    rows = rows[keep]
+    rest, rows = rows[~keep], rows[keep]
     ns = joined.host.free_ns[rows]
     names = {joined.text(i): int(ns[joined.name[rows] == i].sum()) for i in np.unique(joined.name[rows])}
     worst = max(names, key=lambda name: names[name])
@@ -84,11 +84,25 @@ def find(joined: JoinedRecording) -> Finding | None:
                 "ns",
                 MEASURED,
             ),
-            *((Evidence(f"they asked for {asked / 1e6:,.1f} MB", asked, "bytes", COUNTED),) if asked else ()),
+            *_other(joined, rest, int(ns.sum())),
+            *((Evidence(f"they asked for {size(asked)}", asked, "bytes", COUNTED),) if asked else ()),
         ),
         cure=_changes(names),
         chart=joined.slow_calls_chart(rows, "Allocations between submissions"),
     )
+
+
+def _other(joined: JoinedRecording, rows: Array, found_ns: int) -> list[Evidence]:
+    """Such calls of the serving window that are no part of the finding, though of the same line of the account."""
+    rows = rows[joined.serving.holds(joined.process[rows], joined.start[rows])]
+    lost = int(joined.host.free_ns[rows].sum())
+    if lost < 0.05 * found_ns:
+        return []
+    text = (
+        f"another {len(rows):,} such calls took {ms(lost)}. They count as set-up or clean-up: their thread made them "
+        "before its first submission or after its last one, or they were among the first submissions of their process"
+    )
+    return [Evidence(text, lost, "ns", MEASURED)]
 
 
 def _made_since_the_first(joined: JoinedRecording, rows: Array, keep: Array) -> Array:

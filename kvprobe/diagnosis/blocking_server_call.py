@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, Loss, Where, cause_of
-from kvprobe.diagnosis.joined import JoinedRecording, ms
+from kvprobe.diagnosis.joined import JoinedRecording, ms, size
 from kvprobe.recordings.intervals import distinct
 
 CAUSE = cause_of(__name__)
@@ -71,7 +71,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         evidence.append(
             Evidence(
                 f"{server} {name}: {len(mine):,} calls blocked their thread for {ms(spent)} and moved "
-                f"{moved / 1e6:.3g} MB: {why}",
+                f"{size(moved)}: {why}",
                 spent,
                 "ns",
                 COUNTED if pageable else MEASURED,

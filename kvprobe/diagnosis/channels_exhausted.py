@@ -20,7 +20,7 @@ import numpy as np
 from kvprobe.account import Line
 from kvprobe.diagnosis.deeper_queue import BATCHED, deeper, spared
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, cause_of
-from kvprobe.diagnosis.joined import JoinedRecording, ms
+from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
 from kvprobe.diagnosis.launch_queue_saturation import cliff
 from kvprobe.diagnosis.merging import merged
 from kvprobe.diagnosis.queue_full import full
@@ -49,15 +49,17 @@ def find(joined: JoinedRecording) -> Finding | None:
         ns,
         chart=cliff(joined, rows),
         evidence=(
-            Evidence(f"{len(rows):,} submissions blocked for {ms(int(ns.sum()))}", int(ns.sum()), "ns", MEASURED),
             Evidence(
-                f"their own streams held at most {int(depth.max())} (median {int(np.median(depth))}) submissions",
+                f"{len(rows):,} submissions blocked for {ms(int(ns.sum()))}{_few(ns)}", int(ns.sum()), "ns", MEASURED
+            ),
+            Evidence(
+                f"their own streams held at most {int(depth.max()):,} submissions (median: {int(np.median(depth)):,})",
                 int(depth.max()),
                 "1",
                 MEASURED,
             ),
             Evidence(
-                f"the streams that share the full queue held {found.channel_total} together",
+                f"all streams that share the full channel held {found.channel_total:,} submissions together",
                 found.channel_total,
                 "1",
                 found.channels_how,
@@ -95,3 +97,10 @@ def find(joined: JoinedRecording) -> Finding | None:
             Change("Have no more copies outstanding than the channels hold together: more streams do not add slots"),
         ),
     )
+
+
+def _few(ns: Array) -> str:
+    """That few of many calls lost nearly all the time, for behind their number; "" where it is not so."""
+    longest = np.cumsum(np.sort(ns)[::-1])
+    few = int(np.searchsorted(longest, 0.99 * longest[-1])) + 1
+    return f", {few:,} of them for {ms(int(longest[few - 1]))}" if 4 * few <= len(ns) else ""

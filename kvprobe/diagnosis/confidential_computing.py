@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, NotLookedFor, cause_of
-from kvprobe.diagnosis.joined import SLOW_NS, JoinedRecording, ms
+from kvprobe.diagnosis.joined import SLOW_NS, JoinedRecording, ms, size
 from kvprobe.diagnosis.queue_full import queue_blocked
 from kvprobe.recordings.model import CallKind, Memory
 
@@ -70,7 +70,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         evidence=(
             Evidence("the driver says that Confidential Computing is on", 1, "1", "reported by the driver (NVML)"),
             Evidence(
-                f"{len(rows):,} copies of {moved / 1e6:.1f} MB together blocked their threads for {ms(lost)} while "
+                f"{len(rows):,} copies of {size(moved)} together blocked their threads for {ms(lost)} while "
                 f"their queues had free slots: {rate / 1e9:.2f} GB/s",
                 lost,
                 "ns",

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from kvprobe.account import OPEN, OUTSIDE_CALLS, Line
+from kvprobe.account import LINE_TITLES, OPEN, OUTSIDE_CALLS, Line
 from kvprobe.account.stretches import NOBODY
 from kvprobe.diagnosis.finding import EvidenceChart
-from kvprobe.diagnosis.joined import Array, JoinedRecording
+from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, distinct, in_time, union
 from kvprobe.recordings.model import Label
 
-__all__ = ["Gaps", "gaps_chart", "idle_gaps", "nothing_to_do", "outside_calls_ns"]
+__all__ = ["Gaps", "Outside", "gaps_chart", "idle_gaps", "nothing_to_do", "outside_calls"]
 
 NO_WORK_NS = 1_000_000_000  # longer pauses: the server had no requests, or the recording cannot say
 
@@ -51,19 +52,31 @@ def nothing_to_do(joined: JoinedRecording, gaps: Gaps) -> Array:
     return np.asarray(2 * idle.within(gaps.start, gaps.end) > gaps.end - gaps.start)
 
 
-def outside_calls_ns(joined: JoinedRecording, start: Array, end: Array) -> int:
-    """How long the launching threads were in no CUDA call in these gaps, as the account has it, before any is claimed.
+class Outside(NamedTuple):
+    """How long threads neither submitted work nor waited for the GPU: `ns`, and `text` for a sentence.
+
+    The text has the same time split into the lines of the account, in brackets, where it is in more than one.
+    """
+
+    ns: int
+    text: str
+
+
+def outside_calls(joined: JoinedRecording, start: Array, end: Array) -> Outside:
+    """What the launching threads spent so in these gaps, as the account has it, before any is claimed.
 
     Gaps of several processes on one GPU may overlap, and count once.
     """
     begins, ends = union(start, end)
-    lines = np.array((*OUTSIDE_CALLS, Line.NOTHING_TO_DO), dtype=np.uint8)
-    total = 0
+    spent = dict.fromkeys((*OUTSIDE_CALLS, Line.NOTHING_TO_DO), 0)
     for gpu in joined.account.gpus:
         cut = gpu.stretches
         mine = cut.cut(begins, ends) & (cut.cause == NOBODY)
-        total += cut.sum_ns(mine & among(cut.line, lines))
-    return total
+        for line in spent:
+            spent[line] += cut.sum_ns(mine & (cut.line == line))
+    total = sum(spent.values())
+    told = [f'{ms(ns)} "{LINE_TITLES[line].split(": ")[-1]}"' for line, ns in spent.items() if ns >= 0.005 * total > 0]
+    return Outside(total, ms(total) + (f" ({', '.join(told)})" if len(told) > 1 else ""))
 
 
 def gaps_chart(joined: JoinedRecording, gaps: Gaps, mine: Array) -> EvidenceChart:

@@ -12,23 +12,28 @@ least five gaps, which together take at least 10% of the time. Three kinds of ga
    their cause is `python_or_gil_bound`, too;
  - gaps that the report counts as "nothing to do", because there was no request to work on.
 
-Time lost: the part of these gaps in which the thread was in no CUDA call.
+A thread that polls for the end of a step, and sleeps between two polls, leaves the same gaps. So if the thread asks the
+GPU whether it is done (`cudaEventQuery`), the evidence says how much of the gaps passed before it asked.
+
+Time lost: the part of these gaps in which the thread neither submitted work nor waited for the GPU.
 Predicted saving: the host prepares the next step while the GPU runs the current one. So kvprobe predicts for each gap
 the shorter of two times: the preparation, or the GPU's work between this gap and the gap before.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from kvprobe.account.chain import STEP_NS, hidden_beside_work
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
-from kvprobe.diagnosis.gaps import Gaps, gaps_chart, idle_gaps, nothing_to_do, outside_calls_ns
+from kvprobe.diagnosis.gaps import Gaps, Outside, gaps_chart, idle_gaps, nothing_to_do, outside_calls
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.diagnosis.python_or_gil_bound import explained
 from kvprobe.diagnosis.server_options import with_options
 from kvprobe.recordings.assemble import among
-from kvprobe.recordings.intervals import Cover, distinct
+from kvprobe.recordings.intervals import Cover, distinct, in_time
 from kvprobe.recordings.model import CallKind, Direction
 
 CAUSE = cause_of(__name__)
@@ -59,11 +64,14 @@ def find(joined: JoinedRecording) -> Finding | None:
         return None
     calls, ns = gaps.call[mine], gaps.host_ns[mine]
     where = joined.places(calls, ns)
-    outside = outside_calls_ns(joined, gaps.start[mine], gaps.end[mine]) or lost
+    outside = outside_calls(joined, gaps.start[mine], gaps.end[mine])
+    outside = outside if outside.ns else Outside(lost, ms(lost))
     beside = _hidden(joined, gaps, mine)
+    polls = _polls(joined, gaps, mine)
+    did = "polled, or prepared" if polls.asked else "prepared"
     return joined.finding(
         CAUSE,
-        "The GPU was idle for {lost}, in {calls} gaps, while the host prepared the next step",
+        f"The GPU was idle for {{lost}}, in {{calls}} gaps, while the host {did} the next step",
         "likely",
         Loss(
             lost,
@@ -74,10 +82,58 @@ def find(joined: JoinedRecording) -> Finding | None:
             places=where,
             gaps=(gaps.start[mine], gaps.end[mine]),
         ),
-        evidence=_evidence(gaps, mine, outside, round(outside * beside / lost), span),
-        cure=_cure(joined, calls, beside / lost),
+        evidence=[*_evidence(gaps, mine, outside, round(outside.ns * beside / lost), span), *polls.evidence()],
+        cure=_cure(joined, calls, beside / lost, polls.sooner() if polls.before_ns >= _HALF * lost else ""),
         chart=gaps_chart(joined, gaps, mine),
     )
+
+
+class _Polls(NamedTuple):
+    """How a thread learned in some gaps that the GPU was done.
+
+    Attributes:
+        asked: gaps in which it asked the GPU; 0 where it did so in less than half of them.
+        before_ns: of these gaps, what passed before it asked first.
+        name: the call by which it asked.
+    """
+
+    asked: int
+    before_ns: int = 0
+    name: str = ""
+
+    def evidence(self) -> list[Evidence]:
+        """That it polls, and how late."""
+        if not self.asked:
+            return []
+        text = f"in {self.asked:,} of these gaps, the thread called {self.name} to learn whether the GPU was done"
+        return [Evidence(f"{text}; {ms(self.before_ns)} passed before it asked", self.before_ns, "ns", MEASURED)]
+
+    def sooner(self) -> str:
+        """What to change where most of the time passed before the thread asked."""
+        return (
+            "If the thread sleeps before it polls, let it notice sooner that the GPU is done: wait in "
+            f"cudaEventSynchronize, or sleep for a shorter time between two calls of {self.name}. If it works before "
+            f"it polls: {MOVE[:1].lower()}{MOVE[1:]}"
+        )
+
+
+def _polls(joined: JoinedRecording, gaps: Gaps, mine: Array) -> _Polls:
+    """Whether the launching threads polled in these gaps, by `cudaEventQuery` or the like."""
+    queries = np.flatnonzero(joined.is_named("eventquery", "streamquery"))
+    until, caller = joined.start[gaps.call[mine]], joined.caller[gaps.call[mine]]
+    first = np.full(len(until), -1)
+    for one in distinct(joined.caller[queries]):
+        theirs = in_time(queries[joined.caller[queries] == one], joined.start)
+        own = np.flatnonzero(caller == one)
+        at = np.searchsorted(joined.start[theirs], gaps.start[mine][own])
+        known = at < len(theirs)
+        first[own[known]] = theirs[at[known]]
+    polled = first >= 0
+    polled[polled] = joined.start[first[polled]] < until[polled]
+    if 2 * int(polled.sum()) < len(polled):
+        return _Polls(0)
+    before = int((joined.start[first[polled]] - gaps.start[mine][polled]).sum())
+    return _Polls(int(polled.sum()), before, joined.text(int(joined.name[first[polled][0]])))
 
 
 def _hidden(joined: JoinedRecording, gaps: Gaps, mine: Array) -> int:
@@ -92,13 +148,14 @@ def _hidden(joined: JoinedRecording, gaps: Gaps, mine: Array) -> int:
     return out
 
 
-def _evidence(gaps: Gaps, mine: Array, lost: int, beside: int, span: int) -> list[Evidence]:
-    ns = gaps.host_ns[mine]
+def _evidence(gaps: Gaps, mine: Array, outside: Outside, beside: int, span: int) -> list[Evidence]:
+    ns, lost = gaps.host_ns[mine], outside.ns
     typical, longest = float(np.median(ns)), int(ns.max())
     said = [
         Evidence(
-            f"in {len(ns):,} gaps of at least 200 µs, the GPU ran nothing and the thread that launches was in no CUDA "
-            f"call: together {ms(lost)}, {share(lost, span)} of the serving window. Shorter gaps do not count",
+            f"in {len(ns):,} gaps of at least 200 µs, the GPU ran nothing, and the thread that launches neither "
+            f"submitted work nor waited for the GPU: together {outside.text}, {share(lost, span)} of the serving "
+            "window. Shorter gaps do not count",
             lost,
             "ns",
             MEASURED,
@@ -124,13 +181,16 @@ def _evidence(gaps: Gaps, mine: Array, lost: int, beside: int, span: int) -> lis
     return said
 
 
-def _cure(joined: JoinedRecording, calls: Array, part: float) -> list[Change]:
-    """Preparing ahead, with its part of the loss; then what the recording shows to be in the way of it."""
+def _cure(joined: JoinedRecording, calls: Array, part: float, sooner: str) -> list[Change]:
+    """Preparing ahead, with its part of the loss; then what the recording shows to be in the way of it.
+
+    `sooner`: what may help as well as preparing ahead.
+    """
     callers = among(joined.caller, distinct(joined.caller[calls]))
     reads = joined.direction == Direction.D2H
     waits = callers & ((joined.kind == CallKind.SYNC) | (joined.kind == CallKind.COPY_SYNC))
     move = MOVE if part >= _MOST else PARTLY if part >= _HALF else SHORTEN
-    out = [Change(with_options(joined.recording, move, OPTIONS), share=part)]
+    out = [Change(with_options(joined.recording, sooner or move, OPTIONS), share=part)]
     if waits.any():
         first = "read back the results of" if (callers & reads).any() else "wait for"
         out.append(Change(f"Launch step n+1 first, then {first} step n"))

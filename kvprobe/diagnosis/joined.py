@@ -6,7 +6,7 @@ run from the best-evidenced to the least, and the sum of what they claim is neve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
@@ -35,7 +35,7 @@ from kvprobe.diagnosis.finding import (
     singular,
 )
 from kvprobe.diagnosis.traced import longest
-from kvprobe.durations import time_text
+from kvprobe.durations import bytes_text, percent_text, time_text
 from kvprobe.launchqueue.constants import LEAST_NS, NOTABLE_NS, NOTABLE_SHARE
 from kvprobe.recordings.assemble import among, pairs, positions, rows_of
 from kvprobe.recordings.intervals import Cover, distinct, group_starts, in_time
@@ -57,13 +57,8 @@ ALIKE = 0.98  # what GPUs lost: closer together, a title names none of them
 LOUD = 0.3  # of a GPU's time with work to do: what no cause explains is critical from here, a warning from CRITICAL
 
 
-def size(count: float) -> str:
-    """Bytes in the unit that a person would take, of three digits."""
-    unit, scale = next((one for one in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)) if count >= one[1]), ("bytes", 1.0))
-    return f"{count / scale:,.3g} {unit}" if count < 1e12 else f"{count / scale:,.0f} {unit}"
-
-
 ms = time_text  # a duration for a sentence
+size = bytes_text  # bytes for a sentence
 
 DIRECTIONS = {Direction.H2D: "CPU to GPU", Direction.D2H: "GPU to CPU"}  # for a sentence
 
@@ -76,16 +71,29 @@ def range_of(values: Array) -> str:
 
 def share(part: float, whole: float) -> str:
     """A percentage for a sentence."""
-    return f"{100 * part / whole:.1f}%" if whole > 0 else "0%"
+    return percent_text(part / whole) if whole > 0 else "0%"
 
 
 def of_the_time(ns: int, gpu: GpuAccount) -> str:
     """A part of the time in which a GPU had something to do, for a sentence: what loudness is measured by.
 
-    Pauses are spoken of where they change the figure.
+    Pauses are spoken of where they change the figure: one that they change by its rounding alone is the account's.
     """
-    part = share(ns, gpu.asked_ns)
-    return f"{part} of the time" + ("" if part == share(ns, gpu.window_ns) else " with work to do")
+    if gpu.asked_ns >= 0.99 * gpu.window_ns:
+        return f"{share(ns, gpu.window_ns)} of the time"
+    return f"{share(ns, gpu.asked_ns)} of the time with work to do"
+
+
+def _places(owner: Array, stream: Array, lost: Array, most: int) -> Iterator[tuple[Array, int]]:
+    """The rows of each owner and stream, by number, and what they lost in ns; those that lost most first."""
+    streams = stream.astype(np.int64) + 1
+    key = owner * (int(streams.max()) + 1) + streams
+    order = np.argsort(key, kind="stable")
+    edges = group_starts(key[order])
+    sums = np.add.reduceat(lost[order], edges)
+    parts = np.split(order, edges[1:])
+    for place in np.argsort(-sums, kind="stable")[:most].tolist():
+        yield parts[place], int(sums[place])
 
 
 class Ledger:
@@ -351,15 +359,8 @@ class JoinedRecording(Joined):
         """Lost time of calls by process, thread and stream, most first."""
         if not len(rows):
             return ()
-        streams = self.stream[rows].astype(np.int64) + 1
-        key = self.caller[rows] * (int(streams.max()) + 1) + streams
-        order = np.argsort(key, kind="stable")
-        edges = group_starts(key[order])
-        sums = np.add.reduceat(lost[order], edges)
-        counts = np.diff(np.append(edges, len(order)))
         out = []
-        for g in np.argsort(-sums, kind="stable")[:most]:
-            members = order[edges[g] : edges[g] + counts[g]]
+        for members, ns in _places(self.caller[rows], self.stream[rows], lost, most):
             worst = rows[members[np.argmax(lost[members])]]
             process, thread = int(self.process[worst]), int(self.thread[worst])
             out.append(
@@ -371,8 +372,8 @@ class JoinedRecording(Joined):
                     stream=int(self.stream[worst]),
                     stream_name=self.stream_name(int(self.stream[worst])) if self.stream[worst] >= 0 else "",
                     range=self.innermost_range(process, thread, int(self.start[worst])),
-                    lost_ns=int(sums[g]),
-                    calls=int(counts[g]),
+                    lost_ns=ns,
+                    calls=len(members),
                 )
             )
         return tuple(out)
@@ -382,15 +383,9 @@ class JoinedRecording(Joined):
         if not len(rows):
             return ()
         table = self.recording.executions
-        streams = table["stream"][rows].astype(np.int64) + 1
-        key = table["process"][rows].astype(np.int64) * (int(streams.max()) + 1) + streams
-        order = np.argsort(key, kind="stable")
-        edges = group_starts(key[order])
-        sums = np.add.reduceat(lost[order], edges)
-        counts = np.diff(np.append(edges, len(order)))
         out = []
-        for g in np.argsort(-sums, kind="stable")[:most]:
-            row = rows[order[edges[g]]]
+        for members, ns in _places(table["process"][rows].astype(np.int64), table["stream"][rows], lost, most):
+            row = rows[members[0]]
             process, stream = int(table["process"][row]), int(table["stream"][row])
             out.append(
                 Where(
@@ -399,8 +394,8 @@ class JoinedRecording(Joined):
                     rank=self.rank(process),
                     stream=stream,
                     stream_name=self.stream_name(stream) if stream >= 0 else "",
-                    lost_ns=int(sums[g]),
-                    calls=int(counts[g]),
+                    lost_ns=ns,
+                    calls=len(members),
                 )
             )
         return tuple(out)

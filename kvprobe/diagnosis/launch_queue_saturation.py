@@ -4,14 +4,14 @@ Mechanism: a stream takes about a thousand submissions (1,021 on an H200, 1,022 
 The next call blocks until the GPU has freed a slot. So a call that usually takes a microsecond takes as long as the
 oldest operation in the queue, and blocks the thread that submits.
 
-Signature: the depth of a queue is the number of submissions in it. Three signs are needed:
- - The depth stops growing at one value.
- - Calls at this depth take longer than calls below it.
- - Most calls at this depth return just when the stream finishes an operation, and not by chance.
+Signature: three signs are needed:
+ - The number of outstanding submissions stops growing at one value.
+ - Calls with so many outstanding submissions take longer than calls with fewer.
+ - Most of these calls return just when the stream finishes an operation, and not by chance.
 
 If the recorder itself labels calls that met a full queue (CUPTI 12.4: command buffer full), kvprobe uses these labels,
-and compares its own three signs with them. A deep queue with fast calls is healthy. Slow calls at a low depth have
-another cause. If one sign is missing, kvprobe says which, and does not decide.
+and compares its own three signs with them. Fast calls are healthy however many submissions are outstanding. Slow calls
+with few outstanding submissions have another cause. If one sign is missing, kvprobe says which, and does not decide.
 
 Predicted saving: kvprobe simulates the recorded calls with the slots that each change adds. A deeper queue
 (`CUDA_SCALE_LAUNCH_QUEUES=4x`) has four times as many slots. With a stream for each transfer, there are as many queues
@@ -58,7 +58,7 @@ def cliff(joined: JoinedRecording, rows: Array) -> EvidenceChart:
 
     shown = {"went through": thin(rest), "blocked": thin(rows), "blocked, in another finding": thin(other)}
     return {
-        "title": "What a submission costs at each depth",
+        "title": "What a submission costs, by the number of outstanding submissions",
         "x_label": "outstanding submissions at entry",
         "y_label": "time inside the call (µs)",
         "series": {
@@ -255,7 +255,7 @@ def _of_calls(joined: JoinedRecording, found: Full) -> list[Evidence]:
 
 
 def _of_queues(found: Full) -> list[Evidence]:
-    """What the queue that lost most shows beside its depth."""
+    """What the queue that lost most shows beside how much it holds."""
     first, evidence = found.queues[0], list[Evidence]()
     if found.how == "inferred":
         evidence.append(Evidence(first.reason.replace("(inferred: ", "("), float(first.ceiling), "1", INFERRED))

@@ -31,16 +31,16 @@ import numpy as np
 from kvprobe.account import COPIES
 from kvprobe.account.stretches import NOBODY
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
-from kvprobe.diagnosis.joined import DIRECTIONS, Array, JoinedRecording, ms, share
+from kvprobe.diagnosis.joined import DIRECTIONS, Array, JoinedRecording, ms, share, size
 from kvprobe.diagnosis.wasted_stores import no_addresses
 from kvprobe.diagnosis.weights_not_overlapped import CAUSE as WEIGHTS
 from kvprobe.recordings.intervals import Cover, distinct
-from kvprobe.recordings.link_rate import ASSUMED, FROM_COPIES, PCIE_5, Carried, carried
+from kvprobe.recordings.link_rate import FROM_COPIES, FULL_LINK, PcieLink, link_of
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
 
 CAUSE = cause_of(__name__)
 OF_EXECUTIONS = True  # told by what the device executed: without it, not looked for
-FULL = 0.8  # of the link's rate, or of the time
+BUSY = 0.8  # of the time that the link is busy
 FEWER = Change(
     "Move fewer bytes: a smaller KV type (fp8), more reuse on the GPU, a larger GPU share for weights", "setting"
 )
@@ -76,23 +76,20 @@ def open_question(joined: JoinedRecording) -> Finding | None:
             rows = rows[(own > launches)[joined.stream[rows]]]  # the others wait in the model's own stream
             if len(rows) < 8 or not len(joined.launches(process)):
                 continue
-            known, how = joined.link(direction)
-            rate, moved = known or PCIE_5, int(joined.bytes[rows].sum())
-            if moved / rate * 1e9 < FULL * joined.span_ns:
+            link, moved = joined.link_or_assumed(direction), int(joined.bytes[rows].sum())
+            if moved / link.bytes_per_s * 1e9 < BUSY * joined.span_ns:
                 continue
             chosen.append(rows)
-            taken.append((joined.bytes[rows] / rate * 1e9).astype(np.int64))
+            taken.append((joined.bytes[rows] / link.bytes_per_s * 1e9).astype(np.int64))
             name = DIRECTIONS[direction]
             reached = moved / joined.span_ns * 1e9
             evidence += [
+                Evidence(f"{name}: {size(moved)}, {reached / 1e9:.1f} GB/s on average", reached, "bytes/s", MEASURED),
                 Evidence(
-                    f"{name}: {moved / 1e9:.3g} GB, {reached / 1e9:.1f} GB/s on average", reached, "bytes/s", MEASURED
-                ),
-                Evidence(
-                    f"{name}: the link carries {rate / 1e9:.1f} GB/s",
-                    rate,
+                    f"{name}: the link carries {link.bytes_per_s / 1e9:.1f} GB/s",
+                    link.bytes_per_s,
                     "bytes/s",
-                    how if known else ASSUMED,
+                    link.how,
                 ),
             ]
     if not chosen:
@@ -131,8 +128,10 @@ def find(joined: JoinedRecording) -> Finding | None:
         left = copying.total_ns - copying.intersect_ns(others)  # both directions at once are one wait
         alone = joined.x_dur[rows] - compute.within(joined.x_start[rows], joined.x_end[rows])
         alone = np.minimum(alone, joined.device.free_ns[rows])
+        loss = (alone * min(left / max(int(alone.sum()), 1), 1.0)).astype(np.int64)
+        left = int(loss.sum())  # no more than is free, as the title says
         chosen.append(rows)
-        losses.append((alone * (left / max(int(alone.sum()), 1))).astype(np.int64))
+        losses.append(loss)
         gpu = f"{_gpu(joined, rows)}: " if several else ""
         every = joined.busy(Engine.COPY, process=process)
         other = every.total_ns - every.intersect_ns(compute) - exposed
@@ -147,9 +146,9 @@ def find(joined: JoinedRecording) -> Finding | None:
         rows,
         np.concatenate(losses),
         evidence=evidence,
-        reason=_doubt(slow, carried(joined.recording)),
+        reason=_doubt(slow, link_of(joined.recording)),
         cure=(
-            *_why_slow(slow, carried(joined.recording), several),
+            *_why_slow(slow, link_of(joined.recording), several),
             *_fewer(joined, rows),
             FASTER if several else SPREAD,
             *((REPEATED,) if no_addresses(joined) else ()),
@@ -174,26 +173,26 @@ def _slow_link(joined: JoinedRecording) -> float:
     """The rate of a link that only its own copies tell, and that is slow for this GPU; 0: neither is so."""
     known = [joined.link(one) for one in (Direction.H2D, Direction.D2H)]
     rate = max((rate for rate, how in known if how == FROM_COPIES), default=0.0)
-    return rate if rate < FULL * carried(joined.recording).rate else 0.0
+    return rate if rate < FULL_LINK * link_of(joined.recording).bytes_per_s else 0.0
 
 
-def _doubt(slow: float, could: Carried) -> str:
+def _doubt(slow: float, could: PcieLink) -> str:
     """What speaks against it, where the link may be able to carry more."""
     if not slow:
         return ""
     return (
-        f"the link may carry more: {slow / 1e9:.1f} GB/s is what its fastest copies reached here. {could.link} carries "
-        f"{could.rate / 1e9:.0f} GB/s, and `kvprobe doctor` measures yours"
+        f"the link may carry more: {slow / 1e9:.1f} GB/s is what its fastest copies reached here. {could.text}, "
+        "and `kvprobe doctor` measures yours"
     )
 
 
-def _why_slow(slow: float, could: Carried, several: bool) -> tuple[Change, ...]:
+def _why_slow(slow: float, could: PcieLink, several: bool) -> tuple[Change, ...]:
     """What comes before fewer bytes where the link may be able to carry more: then as many bytes take less time."""
     if not slow:
         return ()
-    shared = ", also with one GPU loading at a time" if several else ""
+    shared = ". Record again with one GPU loading at a time, too: the GPUs may share a link" if several else ""
     text = (
-        f"Find out why the link carries only {slow / 1e9:.1f} GB/s ({could.link} carries {could.rate / 1e9:.0f} GB/s): "
+        f"Find out why the link carries only {slow / 1e9:.1f} GB/s ({could.text}): "
         "`kvprobe doctor` shows its lanes and its rate"
     )
     return (Change(f"{text}{shared}", "setting"),)
@@ -235,7 +234,7 @@ def _full_link(
     reached = moved / max(copying.total_ns, 1) * 1e9
     exposed = copying.total_ns - copying.intersect_ns(compute)
     between = int(copying.within(compute.start[:1], compute.end[-1:])[0])
-    full = reached >= FULL * rate and copying.total_ns >= FULL * joined.span_ns
+    full = reached >= FULL_LINK * rate and copying.total_ns >= BUSY * joined.span_ns
     if not full or 2 * between < copying.total_ns or exposed < 0.3 * copying.total_ns:
         return rows[:0]
     gpu = f"{_gpu(joined, rows)}, " if len(distinct(table["device"] + 1)) > 1 else ""
@@ -243,7 +242,7 @@ def _full_link(
     evidence += [
         Evidence(
             f"{name}: copies ran for {share(copying.total_ns, joined.span_ns)} of the serving window and moved "
-            f"{moved / 1e9:.3g} GB at {reached / 1e9:.1f} GB/s",
+            f"{size(moved)} at {reached / 1e9:.1f} GB/s",
             reached,
             "bytes/s",
             MEASURED,

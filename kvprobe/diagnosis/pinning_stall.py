@@ -20,6 +20,7 @@ from kvprobe.diagnosis.finding import INFERRED, Change, Evidence, Finding, cause
 from kvprobe.diagnosis.held_up import STALL_NS, held_up, longest_of, said
 from kvprobe.diagnosis.joined import JoinedRecording, ms
 from kvprobe.diagnosis.queue_full import queue_blocked
+from kvprobe.durations import bytes_text
 from kvprobe.recordings.model import CallKind, Memory
 
 CAUSE = cause_of(__name__)
@@ -54,7 +55,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     holding, worst = longest_of(joined, rows, holders)
     size = int(joined.bytes[worst])
     what = f"{joined.text(joined.name[worst])} of thread {int(joined.thread[worst])}" + (
-        f", {size / 1e6:,.0f} MB" if size else ""
+        f", {bytes_text(size)}" if size else ""
     )
     return joined.host_finding(
         CAUSE,

@@ -57,7 +57,7 @@ from kvprobe.diagnosis.finding import (
     NotLookedFor,
     cause_of,
 )
-from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
+from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share, size
 from kvprobe.diagnosis.wasted_stores import FASTEST_LINK, cost_of, no_addresses, spent_in_spans, waited_between
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import distinct, running_max_by_group
@@ -311,7 +311,7 @@ def _evidence(joined: JoinedRecording, found: _Repeats) -> list[Evidence]:
     return [
         Evidence(
             f"{len(rows):,} of {len(loads):,} loads copied bytes that were already there or on their way: "
-            f"{wasted / 1e6:,.1f} MB, {share(wasted, moved)} of all loaded bytes",
+            f"{size(wasted)}, {share(wasted, moved)} of all loaded bytes",
             wasted,
             "bytes",
             COUNTED,

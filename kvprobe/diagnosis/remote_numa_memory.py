@@ -17,7 +17,7 @@ none.
 from __future__ import annotations
 
 from kvprobe.diagnosis.finding import COUNTED, Change, Evidence, Finding, Loss, NotLookedFor, cause_of
-from kvprobe.diagnosis.joined import JoinedRecording, share
+from kvprobe.diagnosis.joined import JoinedRecording, share, size
 
 CAUSE = cause_of(__name__)
 LEAST_BYTES, LEAST_SHARE = 64 << 20, 0.2
@@ -41,10 +41,10 @@ def find(joined: JoinedRecording) -> Finding | None:
     far = sum(size for node, size in enumerate(nodes) if node not in gpus)
     if far < LEAST_BYTES or far < LEAST_SHARE * sum(nodes):
         return None
-    where = ", ".join(f"node {node}: {size / 1e6:,.0f} MB" for node, size in enumerate(nodes) if size)
+    where = ", ".join(f"node {node}: {size(held)}" for node, held in enumerate(nodes) if held)
     return joined.finding(
         CAUSE,
-        f"{far / 1e6:,.0f} MB were copied from or to memory on another NUMA node than the GPU",
+        f"{size(far)} were copied from or to memory on another NUMA node than the GPU",
         "likely",
         Loss(0, 0, on="none", window=joined.window, places=()),
         severity="warning",

@@ -29,6 +29,7 @@ from kvprobe.account import HOST, Line
 from kvprobe.diagnosis import offload_benefit
 from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, Loss, NotLookedFor, Where, cause_of
 from kvprobe.diagnosis.joined import CRITICAL, JoinedRecording, ms, size
+from kvprobe.durations import percent_text
 from kvprobe.recordings.intervals import Cover, union
 from kvprobe.recordings.model import Array, Direction, Recording
 from kvprobe.recordings.tier_uses import place_text
@@ -83,7 +84,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     windows = [one.window_ns for one in joined.account.threads if one.caller in callers]
     span = sum(windows)
     if waits.launching:
-        text = f"the thread that launches was in them for {waits.launching:.1%} of its time"
+        text = f"the thread that launches was in them for {percent_text(waits.launching)} of its time"
         evidence.append(Evidence(text, 100 * waits.launching, "%", MEASURED))
     loss = Loss(
         lost,

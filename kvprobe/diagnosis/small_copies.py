@@ -12,8 +12,9 @@ microseconds between two copies of a stream count, too, if the second copy was a
 no kernel of the process runs, because nothing waits for a store that runs beside compute. The link's rate is the
 machine's figure if the recording has one. Otherwise kvprobe takes the rate of the largest copies in the recording. If
 there are only small copies, and their sizes differ by a factor of four, kvprobe takes the rate at which copies become
-longer with their bytes. Otherwise, if half of the copies take less than 6 µs, kvprobe assumes 55 GB/s (PCIe 5.0
-x16), and the finding is only likely. Copies that take longer on a link of unknown speed do not count.
+longer with their bytes. Otherwise, if half of the copies take less than 6 µs, kvprobe assumes what the GPU's link
+carries (55 GB/s for PCIe 5.0 x16), and the finding is only likely. Copies that take longer on a link of unknown speed
+do not count.
 
 Predicted saving: if the recording has addresses, joining neighbours saves the extra time of every copy that begins
 where the copy before it ends, at the source and at the destination. If the recording has no addresses or no neighbours,
@@ -31,7 +32,7 @@ from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evide
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, distinct
-from kvprobe.recordings.link_rate import ASSUMED, PCIE_5
+from kvprobe.recordings.link_rate import LinkRate
 from kvprobe.recordings.model import Direction, Engine, Memory
 
 CAUSE = cause_of(__name__)
@@ -100,31 +101,17 @@ def _small_copies(joined: JoinedRecording, direction: Direction) -> Array:
     )
 
 
-@dataclass(frozen=True)
-class _Rate:
-    """What the link gives.
-
-    Attributes:
-        bytes_per_s: 0 where it is not known.
-        how: it is known.
-        assumed: it is known from nothing in the recording.
-    """
-
-    bytes_per_s: float
-    how: str
-    assumed: bool = False
-
-
-def _rate(joined: JoinedRecording, direction: Direction, rows: Array) -> _Rate:
-    """The rate by which these copies are judged."""
-    rate, how = joined.link(direction)
-    if rate <= 0:
-        rate, how = _rate_of_sizes(joined, direction)
+def _rate(joined: JoinedRecording, direction: Direction, rows: Array) -> LinkRate:
+    """The rate by which these copies are judged; 0 bytes per second: none is known."""
+    link = joined.link_or_assumed(direction)
+    if not link.assumed:
+        return link
+    rate, how = _rate_of_sizes(joined, direction)
     if rate > 0:
-        return _Rate(rate, how)
+        return LinkRate(rate, how)
     if float(np.median(joined.x_dur[rows])) > FIXED_NS:
-        return _Rate(0.0, "")  # slow for their size on a link of unknown speed: a fixed cost looks like a slow link
-    return _Rate(PCIE_5, ASSUMED, assumed=True)
+        return LinkRate()  # slow for their size on a link of unknown speed: a fixed cost looks like a slow link
+    return link
 
 
 @dataclass(frozen=True)
@@ -214,7 +201,7 @@ def _side(joined: JoinedRecording, direction: Direction) -> _Side | None:
         Evidence(f"the link {carries} {rate.bytes_per_s / 1e9:.1f} GB/s", rate.bytes_per_s, "bytes/s", rate.how),
         *([runs.evidence] if runs else []),
     ]
-    return _Side(rows, excess, between, rate.assumed, runs, evidence)
+    return _Side(rows, excess, between, bool(rate.assumed), runs, evidence)
 
 
 def _saving(joined: JoinedRecording, sides: list[_Side]) -> tuple[list[Evidence], list[Change]]:

@@ -31,9 +31,8 @@ from kvprobe.diagnosis.finding import (
     NotLookedFor,
     cause_of,
 )
-from kvprobe.diagnosis.joined import CRITICAL, JoinedRecording, ms
+from kvprobe.diagnosis.joined import CRITICAL, JoinedRecording, ms, size
 from kvprobe.recordings.intervals import distinct
-from kvprobe.recordings.link_rate import PCIE_5
 from kvprobe.recordings.model import Array, CallKind, Direction, Memory
 
 CAUSE = cause_of(__name__)
@@ -86,7 +85,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     if not found:
         return None
     worst = max(found, key=lambda one: one.rate * one.ns)
-    link = joined.link(worst.direction)[0] or PCIE_5
+    link = joined.link_or_assumed(worst.direction).bytes_per_s
     reach, by_itself = _reachable(joined)
     return joined.finding(
         CAUSE,
@@ -103,7 +102,7 @@ def find(joined: JoinedRecording) -> Finding | None:
                 MEASURED,
             ),
             Evidence(
-                f"{reach / 1e6:,.0f} MB of host memory were pinned or mapped where a kernel can reach them",
+                f"{size(reach)} of host memory were pinned or mapped where a kernel can reach them",
                 reach,
                 "bytes",
                 COUNTED,

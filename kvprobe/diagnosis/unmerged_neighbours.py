@@ -7,9 +7,10 @@ program copies them one by one. With a call for each 16 KiB, a program cannot fi
 Signature: one thread makes copies right after one another, on one stream and in one direction, and each begins where
 the copy before it ends, at the source and at the destination. In between, the thread waited for nothing, and the stream
 was given nothing else. The calls take longer than their bytes need on the link. (If the link's rate is not known,
-kvprobe compares with the time that the copies executed, and otherwise with 55 GB/s.) Calls for larger copies are hidden
-behind the bytes. The calls must take at least a millisecond and at least a fiftieth of the caller's time. Streams with
-a full launch queue belong to the causes of a full queue, where merging is one of the changes.
+kvprobe compares with the time that the copies executed, and otherwise with what the GPU's link carries.) Calls for
+larger copies are hidden behind the bytes. The calls must take at least a millisecond and at least a fiftieth of the
+caller's time. Streams with a full launch queue belong to the causes of a full queue, where merging is one of the
+changes.
 
 Needs: addresses, which kvprobe's own recordings have. Of a batch, the recording has only the first address.
 
@@ -32,7 +33,6 @@ from kvprobe.launchqueue.constants import NOTABLE_NS, PAUSE_NS
 from kvprobe.recordings.assemble import codes, positions
 from kvprobe.recordings.descriptors import call_costs
 from kvprobe.recordings.intervals import distinct
-from kvprobe.recordings.link_rate import PCIE_5
 from kvprobe.recordings.model import CallKind, Direction, Memory
 
 CAUSE = cause_of(__name__)
@@ -152,9 +152,9 @@ def _limited(joined: JoinedRecording, rows: Array, costs: Array) -> Array:
     mask = np.zeros(len(rows), dtype=bool)
     groups, place = codes(_group(joined, rows))
     for group, mine in zip(groups.tolist(), positions(place, len(groups)), strict=True):
-        rate, size = joined.link(Direction(group % 8))[0], int(joined.bytes[rows[mine]].sum())
+        rate, size = joined.link_or_assumed(Direction(group % 8)), int(joined.bytes[rows[mine]].sum())
         ran = np.maximum(joined.exec_end[rows[mine]] - joined.exec_start[rows[mine]], 0)
-        needed = size / rate * 1e9 if rate else int(ran.sum()) if ran.all() else size / PCIE_5 * 1e9
+        needed = int(ran.sum()) if rate.assumed and ran.all() else size / rate.bytes_per_s * 1e9
         mask[mine] = int(costs[mine].sum()) > needed
     return mask
 

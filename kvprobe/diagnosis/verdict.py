@@ -14,7 +14,7 @@ import numpy as np
 
 from kvprobe.account import COPIES, HOST, OPEN, Account, GpuAccount, Line
 from kvprobe.diagnosis import FULL_QUEUE, UNEXPLAINED
-from kvprobe.durations import time_text
+from kvprobe.durations import percent_text, time_text
 from kvprobe.output.parts import VerdictJson
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.buckets import bucket_floor_ns
@@ -199,9 +199,9 @@ def _waited(gpu: GpuAccount, several: bool) -> str:
     """What a GPU waited for, in a clause; `several`: which GPU has to be said."""
     copies, host = (gpu.ns(*lines) / gpu.asked_ns for lines in (COPIES, HOST))
     return (
-        f"{f'GPU {gpu.device}' if several else 'the GPU'} waited for {gpu.waiting_share:.0%} of "
+        f"{f'GPU {gpu.device}' if several else 'the GPU'} waited for {percent_text(gpu.waiting_share)} of "
         f"{_with_work_to_do(gpu)}: "
-        f"{copies:.0%} for copies and {host:.0%} for the host"
+        f"{percent_text(copies)} for copies and {percent_text(host)} for the host"
     )
 
 
@@ -222,9 +222,9 @@ def _not_computing(gpu: GpuAccount) -> list[MissingPart]:
     if share >= UNKNOWN_SHARE:
         why = max(unknown, key=lambda reason: unknown[reason])
         if why in OPEN:  # that nothing ran is known
-            what, how = f"for {share:.0%} of the time the GPU had nothing to run, and {why.text}", _REQUESTS
+            what, how = f"for {percent_text(share)} of the time the GPU had nothing to run, and {why.text}", _REQUESTS
         else:
-            what = f"for {share:.0%} of the time, it is not known what the GPU did, because {why.text}"
+            what = f"for {percent_text(share)} of the time, it is not known what the GPU did, because {why.text}"
             how = _DEVICE
         out.append(MissingPart(what, how))
     waited = gpu.waiting_share
@@ -232,7 +232,8 @@ def _not_computing(gpu: GpuAccount) -> list[MissingPart]:
         time = _with_work_to_do(gpu)
         out.append(
             MissingPart(
-                f"the GPU waited for {waited:.0%} of {time}, and nothing shows whether a model was running then",
+                f"the GPU waited for {percent_text(waited)} of {time}, and nothing shows whether a model was running "
+                "then",
                 _COPIES,
             )
         )
@@ -246,13 +247,13 @@ def statement(account: Account) -> str:
         return "no submission waited for a reason that can be fixed"
     gpu = min(seen, key=lambda one: one.share(Line.COMPUTING))
     name = "the GPU" if len(seen) == 1 else f"GPU {gpu.device}, which computed least,"
-    parts = [f"{name} computed for {gpu.share(Line.COMPUTING):.0%} of {time_text(gpu.window_ns)}"]
+    parts = [f"{name} computed for {percent_text(gpu.share(Line.COMPUTING))} of {time_text(gpu.window_ns)}"]
     shares = {
         "waited for copies for {}": gpu.share(*COPIES),
         "waited for the host for {}": gpu.share(*HOST),
         "had nothing to do for {}": gpu.share(Line.NOTHING_TO_DO),
     }
-    parts += [text.format(f"{share:.0%}") for text, share in shares.items() if share >= 0.005]
+    parts += [text.format(percent_text(share)) for text, share in shares.items() if share >= 0.005]
     return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
 
 

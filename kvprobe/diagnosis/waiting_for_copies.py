@@ -6,8 +6,8 @@ loads are submitted ahead and a part of them still runs alone, they take longer 
 
 Signature: this cause has no signature of its own. The lines "waiting for copies" of the report say for how long only
 copies ran. This cause gets the part of these lines that no other cause explains. The evidence says what the recording
-shows about the copies: whether they were submitted too late, or early but had to wait in their stream. The report calls
-this cause certain, because the wait itself is measured. Why the copies were late, only the evidence says.
+shows about the copies: whether they were submitted too late, or early but had to wait in their stream. The wait itself
+is measured, so the report says that the wait is certain. Why the copies were late, only the evidence says.
 
 Before the first kernel of the window, and after the last one, nothing shows whether a model waited: weights may have
 been loaded, or the model may have ended. kvprobe does not decide about this time.
@@ -43,8 +43,8 @@ CAUSE = cause_of(__name__)
 LOADS, STORES, INSIDE = "loads", "stores", "copies inside the GPU"
 HARDLY = 0.01  # of what is lost: a change that saves less is none
 AHEAD = Change(
-    "Submit each load one step earlier, on a stream of its own, and let the compute stream wait for its event just "
-    "before the first kernel that needs it",
+    "Submit each load as soon as it is known that it is needed, one step earlier if that is possible, on a stream of "
+    "its own, and let the compute stream wait for its event just before the first kernel that needs it",
     share=1.0,
 )
 HELD = Change(
@@ -52,6 +52,11 @@ HELD = Change(
     "loads only. Today most of the loads are submitted while kernels run, but their stream makes them wait until these "
     "kernels have ended",
     share=1.0,
+)
+BEHIND_STORES = (
+    "Let loads run while the model computes: submit them on a stream for loads only. Today they share a stream with {} "
+    "stores, and wait until these are done. If they also wait for a kernel that reads their buffer, load into a second "
+    "buffer"
 )
 BEHIND = Change(
     "Let the next step begin before the stores of this step have ended: submit stores on a stream of their own, and "
@@ -79,15 +84,17 @@ def find(joined: JoinedRecording) -> Finding | None:
     copies = _copies(joined, gpu, alone)
     rows, by_direction = copies.rows, copies.by_direction
     late = gpu.stretches.sum_ns(mine & (gpu.stretches.caller != NOBODY))
-    slow = gpu.stretches.sum_ns(mine & (gpu.stretches.line == Line.BELOW_LINK_RATE))
-    evidence = [*_alone(lost, slow, by_direction, gpu), *_submitted(copies), *_launched(joined, gpu, late, lost)]
+    slow, full = (
+        gpu.stretches.sum_ns(mine & (gpu.stretches.line == line)) for line in (Line.BELOW_LINK_RATE, Line.AT_LINK_RATE)
+    )
+    evidence = [*_alone(lost, full, by_direction, gpu), *_submitted(copies), *_launched(joined, gpu, late, lost)]
     waited = waited_copies(joined, rows)
     evidence[1:1] = waited.evidence()
     promised = joined.account.claimed_ns(gpu, WEIGHTS, COPIES)
     others = promised + joined.account.claimed_ns(gpu, WAITS, COPIES)
     hidden = gpu.ns(Line.COMPUTING) - _beside(joined, gpu) - others  # what computes can hide only so much, once
     evidence += _no_room(gpu, hidden, lost, others)
-    first = HELD if 2 * int(copies.held.sum()) > len(rows) else _ahead(joined)
+    first = _held(joined, rows[copies.held]) if 2 * int(copies.held.sum()) > len(rows) else _ahead(joined)
     changes = waited.change(first), waited.change(BEHIND)
     beside = _beside_compute(by_direction, changes, min(hidden / lost, 1.0) if lost else 1.0)
     fewer = [FEWER_STORES if [name for name, _ in by_direction] == [STORES] else FEWER]
@@ -106,26 +113,42 @@ def find(joined: JoinedRecording) -> Finding | None:
     )
     if lacks:
         return joined.line_question(CAUSE, f"Only copies ran for {{lost}}, and {lacks}", gpu, loss, evidence, lacks)
-    title = f"The GPU waited {{lost}} for {_noun(by_direction)}, {of_the_time(lost, gpu)}"
+    title = f"The GPU waited {{lost}} for {_noun(by_direction, lost)}, {of_the_time(lost, gpu)}"
     return joined.line_finding(CAUSE, title, gpu, loss, evidence=evidence, cure=cure)
 
 
-def _alone(lost: int, slow: int, by_direction: list[tuple[str, int]], gpu: GpuAccount) -> Iterator[Evidence]:
+def _alone(lost: int, full: int, by_direction: list[tuple[str, int]], gpu: GpuAccount) -> Iterator[Evidence]:
     """For how many ns only copies ran, by direction, and for how many at the link's rate."""
     parts = ", ".join(f"{name} {ms(spent)}" for name, spent in by_direction)
+    both = sum(spent for _, spent in by_direction) - lost
+    parts += f"; {ms(both)} of this at the same time as another" if both >= HARDLY * lost else ""
     told = f"all of them {by_direction[0][0]}" if len(by_direction) == 1 else parts
     text = f"only copies ran for {ms(lost)}, {share(lost, gpu.window_ns)} of the serving window: {told}"
     yield Evidence(text, lost, "ns", MEASURED)
-    if lost > slow:
-        of = f"for {share(lost - slow, lost)} of these {ms(lost)}" if slow else "for all this time"
-        inside = " or inside the GPU" if INSIDE in dict(by_direction) else ""
-        yield Evidence(f"{of}, copies ran at the link's full rate{inside}", lost - slow, "ns", MEASURED)
+    if full:
+        of = f"for {share(full, lost)} of these {ms(lost)}" if full < lost else "for all this time"
+        yield Evidence(f"{of}, copies ran at the link's full rate", full, "ns", MEASURED)
 
 
 def _ahead(joined: JoinedRecording) -> Change:
     """AHEAD, with the options of the servers that may be meant."""
     options = {"vLLM": "vLLM calls this asynchronous loading", "SGLang": "SGLang calls this prefetch"}
     return Change(with_options(joined.recording, AHEAD.text, options), share=AHEAD.share)
+
+
+def _held(joined: JoinedRecording, rows: Array) -> Change:
+    """What lets these copies begin earlier: HELD, or less where their stream holds loads behind stores."""
+    table = joined.recording.executions
+    loads = rows[table["direction"][rows] == Direction.H2D]
+    streams, count = np.unique(table["stream"][loads], return_counts=True)
+    if not len(streams):
+        return HELD
+    stream = table["stream"] == streams[np.argmax(count)]  # the one with most of these loads
+    stores = int((stream & (table["engine"] == Engine.COPY) & (table["direction"] == Direction.D2H)).sum())
+    computes = bool((stream & (table["engine"] == Engine.KERNEL)).any())
+    if computes or 2 * stores < len(loads):
+        return HELD
+    return Change(BEHIND_STORES.format(f"{stores:,}"), share=HELD.share)
 
 
 class _Activity(NamedTuple):
@@ -266,8 +289,12 @@ def _beside_compute(by_direction: list[tuple[str, int]], changes: tuple[Change, 
     return [Change(change.text, share=max(hidden, 0.0) * ns / total) for change, ns in matter]
 
 
-def _noun(by_direction: list[tuple[str, int]]) -> str:
-    """What was waited for: loads or stores, where nearly all of it is; else copies."""
+def _noun(by_direction: list[tuple[str, int]], lost: int) -> str:
+    """What was waited for `lost` ns: loads or stores, where all of it is; else copies, and what nearly all of them are.
+
+    That figure is not said to be of loads where the evidence has another one of loads.
+    """
     total = sum(ns for _, ns in by_direction)
-    one = next((name for name, ns in by_direction if name in (LOADS, STORES) and ns >= 0.9 * total), "copies")
-    return {LOADS: "loads (CPU to GPU)", STORES: "stores (GPU to CPU)"}.get(one, one)
+    names = {LOADS: "loads (CPU to GPU)", STORES: "stores (GPU to CPU)"}
+    one, spent = next(((names[name], ns) for name, ns in by_direction if name in names and ns >= 0.9 * total), ("", 0))
+    return "copies" if not one else one if ms(spent) == ms(lost) else f"copies, nearly all of them {one}"

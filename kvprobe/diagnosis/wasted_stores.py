@@ -29,6 +29,7 @@ from kvprobe.account import Line
 from kvprobe.diagnosis.equal_bytes import EQUAL, looks_of
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, Change, Evidence, Finding, Loss, NotLookedFor, cause_of
 from kvprobe.diagnosis.joined import Array, JoinedRecording, share
+from kvprobe.durations import bytes_text
 from kvprobe.recordings.model import CallKind, Direction, Engine
 
 CAUSE = cause_of(__name__)
@@ -136,7 +137,7 @@ def _there_already(joined: JoinedRecording, stores: Array) -> Finding | None:
         severity="info" if small else None,
         evidence=(
             Evidence(
-                f"{len(wasted):,} of {len(stores):,} stores, {size / 1e6:,.1f} MB, wrote bytes that were there: "
+                f"{len(wasted):,} of {len(stores):,} stores, {bytes_text(size)}, wrote bytes that were there: "
                 f"{share(size, stored)} of all stored bytes",
                 size,
                 "bytes",
@@ -202,7 +203,7 @@ def _unread(joined: JoinedRecording, stores: Array) -> Finding | None:
         reason="" if read else "cannot tell, because nothing was loaded from that memory: the host may have read it",
         evidence=(
             Evidence(
-                f"{len(wasted):,} of {len(stores):,} stores, {size / 1e6:,.1f} MB, were overwritten unread: "
+                f"{len(wasted):,} of {len(stores):,} stores, {bytes_text(size)}, were overwritten unread: "
                 f"{share(size, stored)} of all stored bytes",
                 size,
                 "bytes",

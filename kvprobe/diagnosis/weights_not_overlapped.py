@@ -30,10 +30,9 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
-from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
+from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, size
 from kvprobe.diagnosis.waited_copies import waited_copies
 from kvprobe.recordings.intervals import Cover, ascending, distinct, group_starts, in_time
-from kvprobe.recordings.link_rate import ASSUMED, PCIE_5
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
 
 CAUSE = cause_of(__name__)
@@ -144,8 +143,8 @@ def open_question(joined: JoinedRecording) -> Finding | None:
     launches = joined.call_counts((CallKind.LAUNCH, CallKind.GRAPH))
     loads = np.bincount(joined.stream[rows], minlength=len(launches))
     rows = rows[(launches >= loads)[joined.stream[rows]]]  # a stream of copies has few launches, to begin with
-    known, how = joined.link(Direction.H2D)
-    ns = (joined.bytes[rows] / (known or PCIE_5) * 1e9).astype(np.int64)
+    link = joined.link_or_assumed(Direction.H2D)
+    ns = (joined.bytes[rows] / link.bytes_per_s * 1e9).astype(np.int64)
     if len(rows) < MANY or int(ns.sum()) < ASKED_SHARE * joined.span_ns:
         return None
     moved = int(joined.bytes[rows].sum())
@@ -156,9 +155,9 @@ def open_question(joined: JoinedRecording) -> Finding | None:
         ns,
         lost_on="device",
         evidence=(
-            Evidence(f"they move {moved / 1e9:.1f} GB", moved, "bytes", MEASURED),
+            Evidence(f"they move {size(moved)}", moved, "bytes", MEASURED),
             Evidence(
-                f"at {(known or PCIE_5) / 1e9:.1f} GB/s ({how if known else ASSUMED}) that takes {ms(int(ns.sum()))}",
+                f"at {link.bytes_per_s / 1e9:.1f} GB/s ({link.how}) that takes {ms(int(ns.sum()))}",
                 float(ns.sum()),
                 "ns",
                 INFERRED,

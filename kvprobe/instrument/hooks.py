@@ -53,13 +53,7 @@ class Call:
         """Run it with other arguments."""
         if self.done:
             raise RuntimeError("a hook called the server's function twice")
-        self.done = True
-        try:
-            self.result = self.func(*args, **kwargs)
-        except BaseException as error:
-            self.error = error
-            raise
-        return self.result
+        return self.part(*args, **kwargs)
 
     def part(self, *args: Any, **kwargs: Any) -> Any:
         """Run the server's function as one of several calls that together take the place of the one asked for."""

@@ -16,7 +16,7 @@ import weakref
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,9 +40,11 @@ from kvprobe.offload.resources import Resources, handles
 from kvprobe.offload.wire import REFUSALS, TYPES
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from kvprobe.offload.cells import Cells
 
-__all__ = ["Bounds", "Copies", "Submission", "Submitter", "open_native"]
+__all__ = ["Bounds", "Copies", "Submission", "SubmissionOptions", "Submitter", "open_native"]
 
 log = logging.getLogger("kvprobe")
 
@@ -197,6 +199,14 @@ class Submission(Job["Submitter"]):
         return max(1, self.noticed_ns - self.submitted_ns)
 
 
+class SubmissionOptions(TypedDict, total=False):
+    """What `Submitter.submit` and `submit_all` can be told besides; `submit_all` says what each means."""
+
+    after: int | None
+    since_ns: int
+    behind_copies: bool
+
+
 class Submitter:
     """One native thread, its streams and events, for one device. All methods may be called from any thread.
 
@@ -272,7 +282,7 @@ class Submitter:
         side = Side(bases=self._coded[2].ctypes.data, blocks=cells.a_layer, factor=1)
         return {"cells": config, "cpu": side, "gpu": side, "copy_bytes": cells.copy_bytes, "layers": len(cells.bases)}
 
-    def submit(self, copies: Copies, direction: str, **options: Any) -> Submission:
+    def submit(self, copies: Copies, direction: str, **options: Unpack[SubmissionOptions]) -> Submission:
         """Hands copies over and leaves: as `submit_all`, of one submission."""
         return self.submit_all([[copies]], direction, **options)[0]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.recordings.assemble import sorted_table
-from kvprobe.recordings.link_rate import PCIE_5, link_rate
+from kvprobe.recordings.link_rate import rate_or_assumed
 from kvprobe.recordings.model import Array, Direction, Engine, Recording
 
 __all__ = ["divide_graphs"]
@@ -70,7 +70,7 @@ def _copying(recording: Recording, graph: Array, length: Array) -> tuple[Array, 
     """How long the loads and the stores of each launch take, ns; all of it where the graph has no kernel."""
     graphs = recording.graphs
     took = [
-        graphs[f"copy_bytes_{one.name.lower()}"][graph] / (link_rate(recording, one)[0] or PCIE_5) * 1e9
+        graphs[f"copy_bytes_{one.name.lower()}"][graph] / rate_or_assumed(recording, one).bytes_per_s * 1e9
         for one in (Direction.H2D, Direction.D2H)
     ]
     together = took[0] + took[1]

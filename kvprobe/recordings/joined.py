@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvprobe.recordings.assemble import among, codes
 from kvprobe.recordings.intervals import Cover, distinct, running_max_by_group
-from kvprobe.recordings.link_rate import link_rate
+from kvprobe.recordings.link_rate import LinkRate, link_rate, rate_or_assumed
 from kvprobe.recordings.links import links_of
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Engine, Memory, Recording
 from kvprobe.recordings.serving import serving_window
@@ -169,6 +169,10 @@ class Joined:
     def link(self, direction: Direction) -> tuple[float, str]:
         """Bytes per second that one copy of this direction can reach, and how that is known; 0 where unknown."""
         return link_rate(self.recording, direction)
+
+    def link_or_assumed(self, direction: Direction) -> LinkRate:
+        """The same; where it is unknown, what the link carries that this GPU is made for."""
+        return rate_or_assumed(self.recording, direction)
 
     def is_named(self, *parts: str) -> Array:
         """Mask of calls whose name contains one of the parts, case aside."""

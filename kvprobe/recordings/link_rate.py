@@ -10,34 +10,78 @@ import numpy as np
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.model import Array, Direction, Engine, Memory, Recording
 
-__all__ = ["ASSUMED", "FROM_COPIES", "LARGE_BYTES", "PCIE_5", "Carried", "carried", "link_rate"]
+__all__ = [
+    "FROM_COPIES",
+    "FULL_LINK",
+    "LARGE_BYTES",
+    "LinkRate",
+    "PcieLink",
+    "link_of",
+    "link_rate",
+    "pcie_link",
+    "rate_or_assumed",
+]
 
 LARGE_BYTES = 1 << 20  # a copy this large runs at nearly the link's rate
-PCIE_5 = 55e9  # bytes per second of large copies over PCIe 5.0 x16 (H100, H200), where nothing tells the link
-ASSUMED = "assumed: PCIe 5.0 x16"  # how that is known
+FULL_LINK = 0.8  # of the link's rate: copies that reach it are limited by their bytes alone
 FROM_COPIES = "fastest large copies seen here"  # how a rate is known that is at least so high
+
+_PCIE_5 = 55e9  # bytes per second of large copies over PCIe 5.0 x16 (H100, H200)
 
 # NVIDIA's GPUs of older links, by their names; each has 16 lanes. One of another name may have the newest.
 _GENERATION_3 = re.compile(r"\b(P100|V100S?|TITAN|T4|Quadro RTX|(GTX|RTX) (1[06]|20)\d\d)\b")
 _GENERATION_4 = re.compile(r"\b(A100|A800|A30|A40|A10G?|A16|L4|L40S?|L20|RTX A\d{4}|RTX [34]0\d\d|RTX \d{4} Ada)\b")
 
 
-class Carried(NamedTuple):
-    """What a link of this GPU can carry: `link` names it ("PCIe 5.0 x16"), `rate` is in bytes per second."""
+class PcieLink(NamedTuple):
+    """A link, and what it carries: `name` is "PCIe 5.0 x16", `bytes_per_s` is what large copies over it reach."""
 
-    link: str
-    rate: float
+    name: str
+    bytes_per_s: float
+
+    @property
+    def text(self) -> str:
+        """The same, for a sentence."""
+        return f"{self.name} carries {self.bytes_per_s / 1e9:.3g} GB/s"
 
 
-def carried(recording: Recording) -> Carried:
-    """What large copies reach over the link that this GPU is made for; PCIe 5.0 x16 where nothing tells it."""
+class LinkRate(NamedTuple):
+    """What copies of one direction can reach.
+
+    Attributes:
+        bytes_per_s: 0 where there are no copies to compare with it.
+        how: how it is known.
+        assumed: the link that is assumed, as the recording does not tell the rate; else "".
+    """
+
+    bytes_per_s: float = 0.0
+    how: str = ""
+    assumed: str = ""
+
+
+def pcie_link(generation: int, lanes: int) -> PcieLink:
+    """What large copies reach over so many lanes; each generation carries twice as much as the one before it."""
+    return PcieLink(f"PCIe {generation}.0 x{lanes}", _PCIE_5 * 2.0 ** (generation - 5) * lanes / 16)
+
+
+def link_of(recording: Recording) -> PcieLink:
+    """The link that this GPU is made for; PCIe 5.0 x16 where nothing tells it."""
     machine = recording.machine
     try:
         generation, lanes = int(machine["pcie_gen_max"]), int(machine["pcie_width_max"])
     except (KeyError, TypeError, ValueError):
         name = re.sub(r"[-_]", " ", str(machine.get("gpu", "")))
         generation, lanes = 3 if _GENERATION_3.search(name) else 4 if _GENERATION_4.search(name) else 5, 16
-    return Carried(f"PCIe {generation}.0 x{lanes}", PCIE_5 * 2.0 ** (generation - 5) * lanes / 16)
+    return pcie_link(generation, lanes)
+
+
+def rate_or_assumed(recording: Recording, direction: Direction) -> LinkRate:
+    """As `link_rate`; where that does not know it, what the link carries that this GPU is made for."""
+    rate, how = link_rate(recording, direction)
+    if rate:
+        return LinkRate(rate, how)
+    link = link_of(recording)
+    return LinkRate(link.bytes_per_s, f"assumed: {link.name}", link.name)
 
 
 def link_rate(recording: Recording, direction: Direction) -> tuple[float, str]:

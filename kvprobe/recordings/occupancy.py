@@ -35,8 +35,24 @@ _NEVER = np.iinfo(np.int64).max
 _AT_ONCE = 1 << 18  # calls whose temporaries stay small
 
 
+class _Concluded:
+    """What was concluded of a queue, or of several."""
+
+    conclusion: QueueConclusion
+
+    @property
+    def verdict(self) -> State:
+        """What is concluded."""
+        return self.conclusion.state
+
+    @property
+    def reason(self) -> str:
+        """From what."""
+        return self.conclusion.because
+
+
 @dataclass
-class StreamOccupancy:
+class StreamOccupancy(_Concluded):
     """One stream, or one hardware channel that several streams share.
 
     Attributes:
@@ -81,16 +97,6 @@ class StreamOccupancy:
     ends: Array = field(kw_only=True, repr=False)
     done: Array = field(kw_only=True, repr=False)
 
-    @property
-    def verdict(self) -> State:
-        """What is concluded."""
-        return self.conclusion.state
-
-    @property
-    def reason(self) -> str:
-        """From what."""
-        return self.conclusion.because
-
     def blocked_by(self, conclusion: QueueConclusion, blocked: Array, ns: Array, how: str) -> None:
         """Takes in calls that a full queue blocked, (calls,) bool, and the time that each lost, (calls,) int64."""
         at = self.depth[blocked]
@@ -99,7 +105,7 @@ class StreamOccupancy:
 
 
 @dataclass
-class Occupancy:
+class Occupancy(_Concluded):
     """All queues of a recording.
 
     Attributes:
@@ -122,16 +128,6 @@ class Occupancy:
     how: str
     labelled_ns: int
     inferred_ns: int
-
-    @property
-    def verdict(self) -> State:
-        """What is concluded."""
-        return self.conclusion.state
-
-    @property
-    def reason(self) -> str:
-        """From what."""
-        return self.conclusion.because
 
 
 def occupancy(recording: Recording, *, use_labels: bool = True, by_channel: bool = False) -> Occupancy:

@@ -14,7 +14,7 @@ from kvprobe.recordings.engine import PHASES
 from kvprobe.recordings.model import CallKind, Recording
 from kvprobe.reporting import charts, series
 from kvprobe.reporting.charts import Mark, Points
-from kvprobe.reporting.headline import Fact, PageHead, cure_parts, micro
+from kvprobe.reporting.headline import Fact, PageHead, cure_parts, with_units
 from kvprobe.reporting.units import (
     ABOVE_LINK,
     count_text,
@@ -142,7 +142,7 @@ def _cost_chart(
         f"{duration(shared['load_p99_ns'])} at p99."
     ]
     for time_ns, one in zip(decisions["time_ns"][:2].tolist(), outcome["switch_log"][:2], strict=False):
-        because = f" because {micro(one['reason'])}." if one["reason"] else "."
+        because = f" because {with_units(one['reason'])}." if one["reason"] else "."
         words.append(f"At {duration(time_ns - start)} kvprobe switched from {one['before']} to {one['after']}{because}")
     if outcome["switches"]:
         words.append(f"After the switch: {duration(auto['load_p50_ns'])} and {duration(auto['load_p99_ns'])}.")
@@ -306,7 +306,7 @@ def _played(outcome: Mapping[str, Any]) -> PageHead:
         f"p99. kvprobe switched to {first['after']} streams by itself: now it costs {duration(auto['load_p99_ns'])}."
     )
     done = [
-        cure_parts(f"{one['before']} → {one['after']}" + (f": {micro(one['reason'])}" if one["reason"] else ""))
+        cure_parts(f"{one['before']} → {one['after']}" + (f": {with_units(one['reason'])}" if one["reason"] else ""))
         for one in outcome["switch_log"][:4]
     ]
     return PageHead("cured", headline, why, facts, done, action="What kvprobe changed")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvprobe.diagnosis.finding import ranked
 from kvprobe.diagnosis.verdict import of_recording as diagnosis_verdict
+from kvprobe.diagnosis.waiting_for_copies import CAUSE as WAITING_FOR_COPIES
+from kvprobe.diagnosis.waiting_for_host import CAUSE as WAITING_FOR_HOST
 from kvprobe.recordings.model import Direction
 from kvprobe.recordings.serving import recorded_span
 from kvprobe.reporting.units import count_text, duration, percent
@@ -26,6 +28,7 @@ __all__ = [
     "PageHead",
     "Part",
     "call_text",
+    "change_lines",
     "change_parts",
     "changes_parts",
     "cure_parts",
@@ -33,7 +36,11 @@ __all__ = [
     "of_recording",
     "only_waited",
     "saving_text",
+    "shown_changes",
+    "sure_text",
     "terminal_lines",
+    "waited_text",
+    "with_units",
 ]
 
 DIRECTIONS = {
@@ -143,6 +150,16 @@ def cure_parts(text: str) -> list[Part]:
     return [one for one in parts if one.text] + lines
 
 
+def shown_changes(finding: Finding) -> tuple[Change, ...]:
+    """The changes of a finding as they are shown: where no GPU was seen, what they save is the time of threads."""
+    if finding.device_ns is not None or finding.lost_on != "host":
+        return finding.cure
+    return tuple(
+        replace(one, predicted_saving_ns=None, thread_saving_ns=one.predicted_saving_ns or one.thread_saving_ns)
+        for one in finding.cure
+    )
+
+
 def saving_text(change: Change, before: Sequence[Change] = ()) -> str:
     """What a change alone saves, as far as it was predicted: "predicted to save 53.9 ms"; "" for another recording.
 
@@ -158,7 +175,7 @@ def saving_text(change: Change, before: Sequence[Change] = ()) -> str:
         return ""
     if change.predicted_saving_ns is None and change.thread_saving_ns:
         freed = f"predicted to free the thread for {duration(change.thread_saving_ns)}"
-        return f"{freed}; no kernel follows, so nothing shows whether that saves wall time"
+        return f"{freed}; nothing shows whether that saves wall time"
     if change.predicted_saving_ns is None:
         return "saving not predicted"
     saved, spared = change.predicted_saving_ns, change.thread_saving_ns or 0
@@ -172,18 +189,43 @@ def saving_text(change: Change, before: Sequence[Change] = ()) -> str:
     return f"predicted to save {duration(saved)}"
 
 
+WAITS_ALONE = (WAITING_FOR_COPIES, WAITING_FOR_HOST)  # no cause of their own: what the others leave of a wait
+
+
+def sure_text(finding: Finding) -> str:
+    """How sure a finding is, for people; of a wait that no cause explains, the wait alone is certain."""
+    alone = finding.cause in WAITS_ALONE and finding.confidence == "certain"
+    return "the wait is certain" if alone else finding.confidence
+
+
+def waited_text(finding: Finding) -> str:
+    """How long the GPU waited for what threads or copies lost, behind a title; "" if that is not known, or the same."""
+    own = finding.lost_on not in ("device", "none") and not only_waited(finding)
+    if finding.device_ns is None or finding.no_kernel_follows or not own:
+        return ""
+    if not finding.device_ns:
+        return "; the GPU did not wait for it"
+    return f"; the GPU waited {duration(finding.device_ns)} for it"
+
+
 def terminal_lines(recording: Recording, finding: Finding) -> list[str]:
     """The first finding for a terminal: its title, cause, the call that lost most, and the first change."""
     out = [
-        f"{WORDS[finding.severity]}: {finding.title}",
-        f"  cause           {finding.cause} ({finding.confidence}); `kvprobe causes {finding.cause}` explains it",
+        f"{WORDS[finding.severity]}: {finding.title}{waited_text(finding)}",
+        f"  cause           {finding.cause} ({sure_text(finding)}); `kvprobe causes {finding.cause}` explains it",
     ]
     for call in finding.calls[:1]:
         same = [one for one in finding.where if one.thread == call.thread]
         stream = call.stream_name or (same[0].stream_name if same else "")
         made = f", called at {call.line}" if call.line else ""
         out.append(f"  costliest call  {call.name}{call_text(call, direction_text(recording, call.row), stream)}{made}")
-    for first in finding.cure[:1]:
+    return out + change_lines(finding)
+
+
+def change_lines(finding: Finding) -> list[str]:
+    """The first change of a finding for a terminal, and what it saves."""
+    out = []
+    for first in shown_changes(finding)[:1]:
         saving = saving_text(first)
         out.append(f"  first change    {first.text}{f', at {first.at}' if first.at else ''}")
         out += [f"                  {saving}"] if saving else []
@@ -203,7 +245,10 @@ def change_parts(change: Change, before: Sequence[Change] = ()) -> list[Part]:
     parts = cure_parts(change.text)
     said = [Part(f", at {change.at}")] if change.at else []
     saving = saving_text(change, before)
-    said += [Part(f" ({saving})")] if saving else []
+    if saving and change.text.rstrip().endswith(")") and not said:  # no second brackets behind the first
+        said.append(Part(f". {saving[:1].upper()}{saving[1:]}"))
+    elif saving:
+        said.append(Part(f" ({saving})"))
     last = next((i for i, part in enumerate(parts) if part.code), len(parts))  # lines to copy come after the sentence
     return parts[:last] + said + parts[last:]
 
@@ -243,16 +288,19 @@ def _places(where: Sequence[Where], count: int) -> str:
     return f"stream{several}" if all(one.stream >= 0 for one in where) else f"place{several}"
 
 
-def micro(text: str) -> str:
-    """A number and its µs stay on one line; "us", as auto and older recordings spell it, becomes µs."""
-    return re.sub(r"(?<=\d) [uµ]s\b", "\u00a0µs", text)
+_UNIT = re.compile(r"(?<=\d) (?=(?:[nµm]?s|[kMGT]B|[KMGT]iB)\b)")
+
+
+def with_units(text: str) -> str:
+    """A number and its unit stay on one line; "us", as auto and older recordings spell it, becomes µs."""
+    return _UNIT.sub("\u00a0", re.sub(r"(?<=\d) us\b", " µs", text))
 
 
 def _sentences(texts: Sequence[str], headline: str) -> str:
     """The first two of these that say more than the headline does, as sentences."""
     said = set(re.findall(r"[\w.]+", headline.lower()))
     new = [one for one in texts if len(said & set(re.findall(r"[\w.]+", one.lower()))) < 0.6 * len(said)]
-    return " ".join(micro(one)[:1].upper() + micro(one)[1:].rstrip(".") + "." for one in new[:2])
+    return " ".join(with_units(one)[:1].upper() + with_units(one)[1:].rstrip(".") + "." for one in new[:2])
 
 
 NO_CAUSE = "; no single cause explains much of this"  # behind what a GPU waited
@@ -292,11 +340,12 @@ def of_recording(
         detail = f"{_sentences([first.evidence[0].text], headline)} {_sentences([first.reason], headline)}".strip()
     facts = _facts_of(first)
     if judged.missing:
-        facts.append(Fact("The recording is incomplete", judged.missing[0].what))
-    rest = len(order) - 1
+        facts.append(Fact("Not decided", judged.missing[0].what))
+    rest, undecided = len(order) - 1, len(findings) - len(order)
     if rest:
-        facts.append(Fact("Other findings", str(rest), _cost_of(order[1:])))
-    out = PageHead(first.severity, headline, detail, facts, changes_parts(first.cure[:3]))
+        more = f"{undecided} more {'is' if undecided == 1 else 'are'} undecided" if undecided else ""
+        facts.append(Fact("Other findings", str(rest), "; ".join(filter(None, (_cost_of(order[1:]), more)))))
+    out = PageHead(first.severity, with_units(headline), detail, facts, changes_parts(shown_changes(first)[:3]))
     if first.calls:
         same = [one for one in first.where if one.thread == first.calls[0].thread]
         stream = first.calls[0].stream_name or (same[0].stream_name if same else "")
@@ -331,7 +380,7 @@ def _undecided(judged: Verdict, findings: Examination, facts: list[Fact]) -> Pag
     if abstained and abstained[0].reason.endswith(lacks.what):
         one = abstained[0]
         detail = one.reason[:1].upper() + one.reason[1:] if one.reason else one.title
-        cures = changes_parts(one.cure[:3])
+        cures = changes_parts(shown_changes(one)[:3])
         return PageHead("unknown", f"Undecided. {one.title}".rstrip(".") + ".", detail, facts, cures)
     also = "; ".join(one.what for one in judged.missing[1:3])
     cures = [cure_parts(f"{lacks.how[:1].upper()}{lacks.how[1:]}.")]
@@ -362,9 +411,15 @@ def _facts_of(first: Finding) -> list[Fact]:
         name = f"Thread {top.thread}" if top.thread >= 0 else top.stream_name or f"Process {top.pid}"
         rest = place(first, 1, brief=True)
         facts.append(Fact("Where", name, rest.removeprefix(name).removeprefix(", ")))
-    if first.predicted_saving_ns:
-        facts.append(Fact("The first change saves", duration(first.predicted_saving_ns), "predicted"))
-    facts.append(Fact("How sure of the cause", first.confidence.capitalize()))
+    for change in shown_changes(first)[:1]:
+        if change.predicted_saving_ns:
+            facts.append(Fact("The first change saves", duration(change.predicted_saving_ns), "predicted"))
+        elif change.predicted_saving_ns is None and change.thread_saving_ns:
+            facts.append(Fact("The first change frees the thread for", duration(change.thread_saving_ns), "predicted"))
+    if first.cause in WAITS_ALONE:
+        facts.append(Fact("How sure", sure_text(first).capitalize(), "see the evidence for why the GPU waited"))
+    else:
+        facts.append(Fact("How sure of the cause", sure_text(first).capitalize()))
     return facts
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvprobe.recordings.merge import NO_CLOCK, ONE_BY_ONE
 from kvprobe.reporting import recorded
+from kvprobe.reporting.headline import sure_text
 from kvprobe.reporting.units import NONE, count_text, duration, percent
 from kvprobe.reporting.views import Cell, Section, TableView, table
 
@@ -107,7 +108,7 @@ def _findings(one: Input) -> TableView:
         rows.append(
             [
                 finding.title,
-                finding.confidence,
+                sure_text(finding),
                 (duration(finding.lost_ns) if finding.lost_ns else NONE, finding.lost_ns),
                 (percent(finding.share) if finding.of_ns else NONE, finding.share),
                 first.text + (f", at {first.at}" if first.at else "") if first else NONE,

@@ -120,10 +120,10 @@ def _assumed(findings: Examination | None) -> list[str]:
     gpus = findings.account.gpus if findings is not None else ()
     ways = [both for gpu in gpus for both in zip(("CPU to GPU", "GPU to CPU"), gpu.links, strict=True)]
     told = dict.fromkeys(
-        f"the link carries {rate(one.bytes_per_s)} from {way}" for way, one in ways if one.assumed and one.bytes_per_s
+        f"the link carries {rate(one.bytes_per_s)} from {way} ({one.assumed})" for way, one in ways if one.assumed
     )
     return [
-        f"assumed: {one} (PCIe 5.0 x16), because the recording neither states this rate nor holds a "
+        f"assumed: {one}, because the recording neither states this rate nor holds a "
         "large copy of pinned memory in this direction"
         for one in told
     ]

@@ -574,12 +574,14 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
     what = {"host": "of thread time", "copy engine": "of copy time", "device": "of GPU time"}.get(finding.lost_on, "")
     meta = [
         finding.cause.replace("_", " "),
-        {"certain": "certain", "likely": "likely", "cannot tell": "cannot tell"}[finding.confidence],
+        headline.sure_text(finding),
     ]
     where = headline.place(finding)
     if where:
         meta.append(where)
-    said = dict.fromkeys((headline.micro(one.text), one.how) for one in finding.evidence)  # alike of two GPUs: once
+    said = dict.fromkeys(
+        (headline.with_units(one.text), one.how) for one in finding.evidence
+    )  # alike of two GPUs: once
     evidence = [{"text": text, "how": how} for text, how in said]
     if finding.reason:
         evidence.append({"text": finding.reason[:1].upper() + finding.reason[1:], "how": ""})
@@ -606,11 +608,11 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
         "state": state,
         "open": i < 3 and (i == 0 or finding.severity != "info"),
         "word": headline.WORDS[state],
-        "title": finding.title,
+        "title": headline.with_units(finding.title),
         "meta": " · ".join(meta),
         "lost": _lost(finding, what),
         "evidence": evidence,
-        "cures": headline.changes_parts(finding.cure),
+        "cures": headline.changes_parts(headline.shown_changes(finding)),
         "calls": _calls_table(finding, recording, found) if finding.calls else None,
         "places": places,
         "chart": _zoom(i, finding, recording, found),

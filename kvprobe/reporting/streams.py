@@ -304,7 +304,7 @@ def processes(
 def occupancy_charts(
     recording: Recording, found: Submissions, queues: Occupancy | None, marks: Sequence[Mark]
 ) -> tuple[Chart | None, Chart | None]:
-    """Outstanding submissions over time, and what a call costs at each depth; None where nothing was submitted."""
+    """Outstanding submissions over time, and what a call costs by their number; None where nothing was submitted."""
     if queues is None or not queues.streams:
         return None, None
     deepest = sorted(queues.streams, key=lambda one: -int(one.depth.max(initial=0)))
@@ -348,8 +348,8 @@ def occupancy_charts(
 DRAWN = 4  # streams drawn by themselves
 _HOW = {
     "labels": "Counted from submissions and executions. The recorder labels the calls that were blocked.",
-    "plateau": "Counted from submissions and executions. A queue counts as full if its depth stops growing, calls at "
-    "this depth take longer, and they return when an operation ends.",
+    "plateau": "Counted from submissions and executions. A queue counts as full if the number of outstanding "
+    "submissions stops growing, calls that meet so many take longer, and they return when an operation ends.",
     "inferred": "Inferred from the ends of transfers or the pace of calls, because no device activity was recorded.",
 }
 
@@ -377,7 +377,7 @@ _CLIFF_HOW = "Along the axis: submissions outstanding when the call was entered.
 
 
 def _cliff(recording: Recording, found: Submissions, queues: Occupancy) -> Chart | None:
-    """Cost of a call against the depth it met: flat where the queue is healthy, a step where it is full."""
+    """Cost of a call by how many it found outstanding: flat where the queue is healthy, a step where it is full."""
     queue = (
         queues.streams[0]
         if queues.streams[0].blocked.any()
@@ -404,11 +404,14 @@ def _cliff(recording: Recording, found: Submissions, queues: Occupancy) -> Chart
         where = f"The {int(queue.blocked.sum()):,} blocked calls"
         where += f", with {at} outstanding, take" if low >= 0 else " take"
     else:
-        deep_ns, where = charts.quantiles(spent[bins >= keys[-1] * 0.95], 0.5)[0], "A call at the greatest depth takes"
+        deep_ns, where = (
+            charts.quantiles(spent[bins >= keys[-1] * 0.95], 0.5)[0],
+            "With the most outstanding, a call takes",
+        )
     name = _queue_name(recording, queue)
     summary = (
-        f"{name}: while the queue is at most half as deep as it gets, a call takes {duration(shallow_ns)} (median). "
-        f"{where} {duration(deep_ns)} (median). A step means a full queue; a flat line means a healthy one."
+        f"{name}: with at most half as many submissions outstanding as the most, a call takes {duration(shallow_ns)} "
+        f"(median). {where} {duration(deep_ns)} (median). A step means a full queue; a flat line means a healthy one."
     )
     ceiling = [(float(queue.ceiling), f"full at {queue.ceiling:,}")] if queue.ceiling > 0 else []
     spec = {
@@ -426,5 +429,7 @@ def _cliff(recording: Recording, found: Submissions, queues: Occupancy) -> Chart
         [(f"{int(key * width):,}", float(key)), (f"{int(n):,}", n), (duration(a), a), (duration(b), b)]
         for key, n, a, b in zip(keys, count, half, high, strict=True)
     ]
-    listed = table("Cost by depth", ["Outstanding, from", "Calls", "Median", "Longest"], rows)
-    return Chart("cliff", "What a call costs at each depth", summary, spec, listed, _CLIFF_HOW)
+    listed = table("Cost by outstanding submissions", ["Outstanding, from", "Calls", "Median", "Longest"], rows)
+    return Chart(
+        "cliff", "What a call costs, by the number of outstanding submissions", summary, spec, listed, _CLIFF_HOW
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from kvprobe.durations import three_digits, time_text
+from kvprobe.durations import bytes_text, percent_text, three_digits, time_text
 
 __all__ = [
     "ABOVE_LINK",
@@ -27,7 +27,6 @@ NONE = "\u2013"  # a dash: not known, or not there
 TIMES_SIGN = "\u00d7"
 ABOVE_LINK = 1.05  # of the link's rate; less beyond it is what two measurements differ by
 
-_MOVED = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 _SIZES = ((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
 
 
@@ -45,18 +44,14 @@ def duration(ns: float | None) -> str:
 
 def moved_text(count: float | None) -> str:
     """Bytes that were moved, in decimal units, as rates are."""
-    return _bytes_text(count, _MOVED)
+    return bytes_text(count).replace(" ", "\u00a0") if count is not None and _finite(count) else NONE
 
 
 def size_text(count: float | None) -> str:
     """The size of a memory, a block or a copy, in binary units, as programs set them."""
-    return _bytes_text(count, _SIZES)
-
-
-def _bytes_text(count: float | None, units: tuple[tuple[float, str], ...]) -> str:
     if count is None or not _finite(count):
         return NONE
-    for scale, unit in units:
+    for scale, unit in _SIZES:
         if abs(count) >= scale:
             return f"{three_digits(count / scale)}\u00a0{unit}"
     return f"{count:,.0f}\u00a0B"
@@ -79,10 +74,7 @@ def count_text(value: float | None) -> str:
 
 def percent(share: float | None) -> str:
     """A share of one as per cent."""
-    if share is None or not _finite(share):
-        return NONE
-    value = share * 100
-    return f"{value:.0f}%" if abs(value) >= 9.95 else f"{value:.1f}%" if abs(value) >= 0.05 or value == 0 else "<0.1%"
+    return percent_text(share) if share is not None and _finite(share) else NONE
 
 
 def link_share(share: float | None) -> str:

@@ -292,7 +292,7 @@ def test_json_of_the_account_has_every_line(tmp_path):
     account = examine(played([(10, 20, 400, True)] * 40)).account
     said = json.loads(json.dumps(account.to_json()))
     (gpu,) = said["gpus"]
-    assert set(gpu["waiting_for_copies_ns"]) == {"at_link_rate", "below_link_rate", "not_needed"}
+    assert set(gpu["waiting_for_copies_ns"]) == {"at_link_rate", "below_link_rate", "inside_gpu", "not_needed"}
     host = {"full_queue", "waiting_for_device", "allocating", "pageable", "submitting", "python", "no_cpu", "tier"}
     host.add("elsewhere")
     assert set(gpu["waiting_for_host_ns"]) == host

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvprobe.account import Line, account_of
+from kvprobe.account import COPIES, Line, account_of
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.model import CallKind, Direction, Engine, Recording, Source, Table
 
@@ -60,7 +60,7 @@ def copied_and_allocated(recording: Recording) -> tuple[int, int]:
     """Milliseconds in which the GPU waited for copies, and for who allocates."""
     (gpu,) = (one for one in account_of(Joined(recording)).gpus if one.ns(Line.COMPUTING))
     assert sum(gpu.ns(line) for line in Line) == gpu.window_ns
-    copies = sum(gpu.ns(line) for line in (Line.AT_LINK_RATE, Line.BELOW_LINK_RATE))
+    copies = sum(gpu.ns(line) for line in COPIES)
     return copies // MS, gpu.ns(Line.ALLOCATING) // MS
 
 

@@ -122,6 +122,13 @@ def paced(d: Device, step: int, lag: int = 3) -> int:
     return d.sync_event(128 + (step - lag) % 64) if step >= lag else 0
 
 
+def paced_and_read(d: Device, step: int, moves: Stretches, each: int = 1, lag: int = 1) -> None:
+    """As `paced`; reads the stretches of the steps that are over, of which each step has `each`."""
+    paced(d, step, lag)
+    if step >= lag:
+        moves.read(each * lag)
+
+
 def think(us: float) -> list[int]:
     """Computes in Python for so long, as a scheduler that makes lists does."""
     end, tables = now() + int(us * 1_000), [0]

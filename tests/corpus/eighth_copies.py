@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes as ct
 
-from accounts import Pool, Stretches, paced, turns
+from accounts import Pool, Stretches, paced, paced_and_read, turns
 from device import D2H, H2D, Attributes, Device
-from fresh_copies import clear
+from fresh_copies import clear, copy_2d
 from registry import (
     AT_LINK_RATE,
     BELOW_LINK_RATE,
@@ -17,7 +17,6 @@ from registry import (
     Truth,
     eighth,
 )
-from seventh_copies import copy_rows
 from unseen_copies import same
 
 
@@ -86,9 +85,7 @@ def a_prompt_s_chunks_each_of_which_has_all_before_it_brought_back(d: Device) ->
             moves.begin()
             d.copy(d.host + chunk * pool.size, mine, pool.size, D2H, d.compute)
             moves.end()
-        paced(d, step, 1)
-        if step:
-            moves.read(2)
+        paced_and_read(d, step, moves, 2)
     d.sync(d.compute)
     d.spent.add(AT_LINK_RATE, moves.read())
     d.spent.stop()
@@ -193,7 +190,7 @@ def blocks_exchanged_with_the_host_one_out_one_in(d: Device) -> Truth:
     homes = [[d.host + (i * 2 + part) * size for i in range(pairs)] for part in range(2)]
     for step in turns():
         clear(d, d.device, step % 251, 2 * pairs * size, stream)
-        copy_rows(d, (d.device, 2 * size), (fresh + step % 64 * pairs * head, head), head, pairs, H2D, stream)
+        copy_2d(d, (d.device, 2 * size), (fresh + step % 64 * pairs * head, head), head, pairs, H2D, stream)
         d.launch(600_000)
         out, back, code = homes[step % 2], homes[1 - step % 2], 0
         moves.begin()
@@ -202,9 +199,7 @@ def blocks_exchanged_with_the_host_one_out_one_in(d: Device) -> Truth:
             code |= copy(slots[i], back[i], size, H2D, stream)
         moves.end()
         d.check(code)
-        paced(d, step, 1)
-        if step:
-            moves.read(1)
+        paced_and_read(d, step, moves)
     d.sync(stream)
     d.spent.add(BELOW_LINK_RATE, moves.read())
     d.spent.stop()

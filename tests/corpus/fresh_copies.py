@@ -22,14 +22,16 @@ from registry import (
     usual,
 )
 
+Place = tuple[int, int]  # an address and a pitch, bytes
+
 STAMP = 4 * KiB
 
 
-def copy_2d(d: Device, to: tuple[int, int], source: tuple[int, int], width: int, rows: int, stream: int) -> None:
-    """A strided load: `to` and `source` are address and pitch, bytes."""
+def copy_2d(d: Device, to: Place, source: Place, width: int, rows: int, kind: int, stream: int) -> None:
+    """Copies rows of `width` bytes that lie a pitch apart."""
     p, z = ct.c_void_p, ct.c_size_t
     d.lib.cudaMemcpy2DAsync.argtypes = [p, z, p, z, z, z, ct.c_int, p]
-    d.check(d.lib.cudaMemcpy2DAsync(*to, *source, width, rows, H2D, stream))
+    d.check(d.lib.cudaMemcpy2DAsync(*to, *source, width, rows, kind, stream))
 
 
 def clear(d: Device, at: int, value: int, size: int, stream: int) -> None:
@@ -43,7 +45,7 @@ def computed(d: Device, pool: Pool, first: int, slots: int, number: int) -> None
     clear(d, at, number % 251, slots * pool.size, d.compute)
     new = d.host + d.size - (1 + number % 8) * slots * STAMP  # the pool's end is not among the blocks
     ct.memmove(new, random.Random(number).randbytes(slots * STAMP), slots * STAMP)
-    copy_2d(d, (at, pool.size), (new, STAMP), STAMP, slots, d.compute)
+    copy_2d(d, (at, pool.size), (new, STAMP), STAMP, slots, H2D, d.compute)
 
 
 @fresh(
@@ -226,7 +228,7 @@ def one_head_of_four_out_of_each_token(d: Device) -> Truth:
             at = (6 * step + i) * span % (d.size - span - pitch + 1) // span * span + step % 4 * width
             to = d.device + (step % 2 * 6 + i) * slot
             begin = d.mark(d.compute)
-            copy_2d(d, (to, width), (d.host + at, pitch), width, rows, d.compute)
+            copy_2d(d, (to, width), (d.host + at, pitch), width, rows, H2D, d.compute)
             end = d.mark(d.compute)
         d.launch(600_000)
         paced(d, step, 0)

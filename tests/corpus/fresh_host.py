@@ -9,13 +9,12 @@ import os
 import queue
 import random
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 from accounts import Pool, stamp, think
 from device import D2H, H2D, Device, now
 from fresh_copies import clear, computed
-from later_host import think_by_cpu
+from later_host import steps_off_the_cpu
 from registry import (
     ALLOCATING,
     BELOW_LINK_RATE,
@@ -197,16 +196,7 @@ def threads_that_hash_on_the_submitter_s_cpu(d: Device) -> Truth:
     threads = [in_thread(hashes) for _ in range(3)]
     os.sched_setaffinity(0, cpu)
     try:
-        d.spent.restart()
-        busy, begin = time.thread_time_ns(), now()
-        for step in range(50):
-            d.launch(1_500_000)
-            think_by_cpu(900)
-            d.record(step, d.compute)
-            d.sync_event(step)
-        off = now() - begin - (time.thread_time_ns() - busy)
-        d.spent.add(NO_CPU, off)
-        d.spent.stop()
+        off = steps_off_the_cpu(d, 50)
     finally:
         os.sched_setaffinity(0, before)
         stop.set()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes as ct
 import random
 
-from accounts import Pool, Stretches, going, paced
-from device import D2H, Device
+from accounts import Pool, Stretches, going, paced, paced_and_read
+from device import D2H, H2D, Device
 from fresh_copies import clear, copy_2d
 from registry import (
     AT_LINK_RATE,
@@ -127,7 +127,7 @@ def a_graph_replayed_behind_columns_of_the_block_tables(d: Device) -> Truth:
     tables, probe, kernel = d.size // (rows * pitch), Stretches(d), 0
 
     def send(table: int) -> None:
-        copy_2d(d, (d.device, width), (d.host + table * rows * pitch, pitch), width, rows, d.compute)
+        copy_2d(d, (d.device, width), (d.host + table * rows * pitch, pitch), width, rows, H2D, d.compute)
 
     def group() -> None:
         for _ in range(6):
@@ -147,9 +147,7 @@ def a_graph_replayed_behind_columns_of_the_block_tables(d: Device) -> Truth:
         send(step % tables)
         copies.end()
         d.replay(graph, 6 * kernel)
-        paced(d, step, 2)
-        if step > 1:
-            copies.read(2)
+        paced_and_read(d, step, copies, lag=2)
         if step == 3_000:
             break
     d.sync(d.compute)

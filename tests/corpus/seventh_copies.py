@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes as ct
 
-from accounts import Pool, Stretches, paced, stamp, turns
+from accounts import Pool, Stretches, paced, paced_and_read, stamp, turns
 from device import D2H, H2D, Device
-from fresh_copies import clear
+from fresh_copies import clear, copy_2d
 from registry import (
     AT_LINK_RATE,
     BELOW_LINK_RATE,
@@ -21,15 +21,6 @@ from registry import (
     usual,
 )
 from unseen_copies import same
-
-Place = tuple[int, int]
-
-
-def copy_rows(d: Device, to: Place, source: Place, width: int, rows: int, kind: int, stream: int) -> None:
-    """A strided copy: `to` and `source` are address and pitch, bytes."""
-    p, z = ct.c_void_p, ct.c_size_t
-    d.lib.cudaMemcpy2DAsync.argtypes = [p, z, p, z, z, z, ct.c_int, p]
-    d.check(d.lib.cudaMemcpy2DAsync(*to, *source, width, rows, kind, stream))
 
 
 @seventh(
@@ -58,9 +49,7 @@ def each_new_token_s_kv_stored_by_a_copy_for_each_layer_and_sequence(d: Device) 
         moves.begin()
         d.rapid(places, row, D2H, d.compute)
         moves.end()
-        paced(d, step, 1)
-        if step:
-            moves.read(1)
+        paced_and_read(d, step, moves)
     d.sync(d.compute)
     d.spent.add(BELOW_LINK_RATE, moves.read())
     d.spent.stop()
@@ -87,7 +76,7 @@ def a_head_of_the_cache_stored_by_rows_of_64_bytes(d: Device) -> Truth:
     d.copy(d.device, d.host, most * pitch, H2D, d.compute)
     for _ in range(3):
         moves.begin()
-        copy_rows(d, (d.host, width), (d.device, pitch), width, rows, D2H, d.compute)
+        copy_2d(d, (d.host, width), (d.device, pitch), width, rows, D2H, d.compute)
         moves.end()
         d.sync(d.compute)
         took, moves.ns = moves.read(), 0
@@ -97,11 +86,9 @@ def a_head_of_the_cache_stored_by_rows_of_64_bytes(d: Device) -> Truth:
         head, home = d.device + step % 16 * width, d.host + step % 4 * most * width
         d.launch(700_000)
         moves.begin()
-        copy_rows(d, (home, width), (head, pitch), width, rows, D2H, d.compute)
+        copy_2d(d, (home, width), (head, pitch), width, rows, D2H, d.compute)
         moves.end()
-        paced(d, step, 1)
-        if step:
-            moves.read(1)
+        paced_and_read(d, step, moves)
     d.sync(d.compute)
     d.spent.add(BELOW_LINK_RATE, moves.read())
     d.spent.stop()
@@ -165,9 +152,7 @@ def optimizer_states_that_come_and_go_around_each_update(d: Device) -> Truth:
             moves.begin()
             d.copy(d.host + bucket * pool.size, d.device, pool.size, D2H, d.compute)
             moves.end()
-        paced(d, step, 1)
-        if step:
-            moves.read(2 * buckets)
+        paced_and_read(d, step, moves, 2 * buckets)
     d.sync(d.compute)
     d.spent.add(AT_LINK_RATE, moves.read())
     d.spent.stop()
@@ -207,9 +192,7 @@ def activations_brought_back_only_when_their_layer_s_turn_has_come(d: Device) ->
             moves.end()
             d.order(d.compute, loads, 60 + layer)
             d.launch(200_000)
-        paced(d, step, 1)
-        if step:
-            moves.read(layers)
+        paced_and_read(d, step, moves, layers)
     d.sync(d.compute)
     d.spent.add(AT_LINK_RATE, moves.read())
     d.spent.stop()
@@ -303,9 +286,7 @@ def a_table_of_positions_sent_again_before_each_step(d: Device) -> Truth:
         sends.end()
         d.launch(700_000)
         d.copy(d.host + d.size - 4 * KiB, d.device + d.size - 4 * KiB, 512, D2H, d.compute)
-        paced(d, step, 1)
-        if step:
-            sends.read(1)
+        paced_and_read(d, step, sends)
     d.sync(d.compute)
     d.spent.add(NOT_NEEDED, sends.read() * step // (step + 1))
     d.spent.stop()

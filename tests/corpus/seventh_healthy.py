@@ -11,9 +11,8 @@ from queue import Queue
 
 from accounts import Pool, paced, stamp, turns
 from device import D2H, H2D, Device
-from fresh_copies import clear
+from fresh_copies import clear, copy_2d
 from registry import COMPUTING, DEVICE, NOTHING_TO_DO, KiB, MiB, Truth, in_thread, pageable, seventh
-from seventh_copies import copy_rows
 from unseen_copies import D2D, same
 
 
@@ -65,7 +64,7 @@ def heads_that_leave_by_2d_copies_beside_the_next_step(d: Device) -> Truth:
         for block in range(blocks):
             home = (d.host + (step % 2 * blocks + block) * rows * width, width)
             head = (d.device + block * rows * pitch + step % 4 * width, pitch)
-            copy_rows(d, home, head, width, rows, D2H, d.copies[1])
+            copy_2d(d, home, head, width, rows, D2H, d.copies[1])
         paced(d, step, 1)
     d.sync(d.compute)
     d.spent.stop()

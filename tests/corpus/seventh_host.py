@@ -14,6 +14,7 @@ from typing import Any
 
 from accounts import Stretches, stamp, turns
 from device import D2H, H2D, Device, now
+from fresh_copies import copy_2d
 from registry import (
     ALLOCATING,
     BELOW_LINK_RATE,
@@ -31,7 +32,6 @@ from registry import (
     pageable,
     seventh,
 )
-from seventh_copies import copy_rows
 from unseen_copies import same
 
 MADE: dict[str, Any] = {}  # before a program begins
@@ -267,7 +267,7 @@ def windows_of_the_cache_taken_into_plain_memory_by_2d_copies(d: Device) -> Trut
         begin = now()
         for i in range(windows):
             window = (d.device + i * rows * pitch + step % 4 * width, pitch)
-            copy_rows(d, (at + i * each, width), window, width, rows, D2H, d.compute)
+            copy_2d(d, (at + i * each, width), window, width, rows, D2H, d.compute)
         d.sync(d.compute)
         lost += now() - begin
     d.spent.add(PAGEABLE, lost)

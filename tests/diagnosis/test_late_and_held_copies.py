@@ -28,9 +28,18 @@ SAID = [
 def test_the_change_fits_what_held_the_copies_up(program, change, what, evidence, tmp_path):
     recording = open_recording(unpack(DATA / f"{program}.json.gz", tmp_path))
     (finding,) = [one for one in examine(recording) if one.cause == "waiting_for_copies"]
-    assert f"for {what} (" in finding.title
+    assert f" {what} (" in finding.title
     assert finding.cure[0].text.startswith(change.text)
     assert any(evidence in one.text for one in finding.evidence)
+
+
+def test_loads_that_stand_behind_stores_need_a_stream_and_not_at_once_a_second_buffer(tmp_path):
+    name = "loads_that_stand_behind_stores_of_one_stream.sqlite.gz"
+    recording = open_recording(unpack(DATA.parents[1] / "fresh" / "nsys" / name, tmp_path))
+    (finding,) = [one for one in examine(recording) if one.cause == "waiting_for_copies"]
+    assert finding.cure[0].text.startswith("Let loads run while the model computes: submit them on a stream for loads")
+    assert "share a stream with 300 stores" in finding.cure[0].text
+    assert finding.cure[0].text.endswith("load into a second buffer")
 
 
 def test_the_verdict_says_what_held_up_most_copies_and_not_the_exception(tmp_path):

@@ -177,3 +177,18 @@ def test_nobody_else_writes_times() -> None:
         path.relative_to(folder).as_posix() for path in folder.rglob("*.py") if FORMATS_A_TIME.search(path.read_text())
     }
     assert found == OTHERWISE
+
+
+def test_nobody_else_writes_bytes_that_were_moved() -> None:
+    """A cause's text takes them from `kvprobe.durations`: 1.78 GB was 1,783.6 MB in another sentence."""
+    for path in sorted((ROOT / "kvprobe" / "diagnosis").glob("*.py")):
+        assert not re.search(r"1e[69][^}]*\} [kMG]B(?!/s)", path.read_text()), path.name
+
+
+def test_a_saving_stands_in_no_second_brackets() -> None:
+    plain, ends = (
+        Change(text, predicted_saving_ns=42_000_000) for text in ("Merge copies", "Merge copies (dedup=True)")
+    )
+    said = [" ".join("".join(part.text for part in parts).split()) for parts in changes_parts([plain, ends])]
+    assert said[0] == "Merge copies (predicted to save 42.0 ms)"
+    assert ") (" not in said[1] and said[1].startswith("Merge copies (dedup=True). An alternative to change 1")

@@ -2,9 +2,12 @@
 
 import pytest
 
+from kvprobe.account import Line, account_of
 from kvprobe.diagnosis import diagnose
 from kvprobe.diagnosis.startup import startup
+from kvprobe.durations import time_text
 from kvprobe.recordings import open_recording
+from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.serving import serving_window
 
 
@@ -49,6 +52,18 @@ def test_h100_lost_what_cupti_labels_in_each_process(found):
         lost = sum(place.lost_ns for place in finding.where if place.process == process)
         assert lost == pytest.approx(labelled, rel=0.1)
     assert any("1,135 to 1,141" in evidence.text for evidence in finding.evidence)
+
+
+def test_a_wait_for_the_link_has_one_length_and_what_crosses_no_link_has_a_line_of_its_own(found, shared_data):
+    finding = found(H100)["link_bound"]
+    assert "898\u00a0ms" in finding.title or "898 ms" in finding.title
+    said = next(one.text for one in finding.evidence if "other findings explain" in one.text)
+    assert said == "GPU 0: other findings explain 22.4 ms of these 921 ms; 898 ms are left"
+    assert "22.4 ms" in found(H100)["weights_not_overlapped"].title
+    gpu = account_of(Joined(open_recording(shared_data / H100))).main
+    lines = [time_text(gpu.ns(line)) for line in (Line.AT_LINK_RATE, Line.INSIDE_GPU)]
+    assert lines == ["921 ms", "19.6 ms"]  # as the evidence has it, too
+    assert any("only other copies ran for another 19.6 ms" in one.text for one in finding.evidence)
 
 
 def test_a_slow_link_is_looked_into_before_fewer_bytes_are_moved(found):
@@ -123,6 +138,11 @@ def test_lazy_loading_is_what_was_slow_in_a_shallow_eager_step(found):
     assert not QUEUE & set(findings)
     assert findings["first_calls"].lost_ns == pytest.approx(211e3, rel=0.1)
     assert findings["first_calls"].severity == "info"
+
+
+def test_calls_that_free_memory_at_the_end_are_in_the_account_and_said_to_be_no_part_of_the_finding(found):
+    said = [one.text for one in found("extrap/concurrent_profile16.sqlite")["allocation_on_hot_path"].evidence]
+    assert any(one.startswith("another ") and "such calls took 15." in one for one in said), said
 
 
 def test_a_test_program_of_2022_spends_its_time_in_allocation_and_at_its_start(found, shared_data):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvprobe.recordings.link_rate import carried
-from kvprobe.recordings.model import Recording
+from kvprobe.commands.doctor import rate_check
+from kvprobe.recordings.link_rate import link_of, rate_or_assumed
+from kvprobe.recordings.model import Direction, Recording
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,25 @@ from kvprobe.recordings.model import Recording
 def test_the_link_is_told_by_its_lanes_or_by_the_gpus_name(machine, link, rate):
     recording = Recording([])
     recording.machine.update(machine)
-    found = carried(recording)
-    assert found.link == link
-    assert found.rate == pytest.approx(rate)
+    found = link_of(recording)
+    assert found.name == link
+    assert found.bytes_per_s == pytest.approx(rate)
+
+
+def test_a_rate_that_no_copy_tells_is_that_of_the_gpus_own_link():
+    recording = Recording([])
+    recording.machine["gpu"] = "Tesla V100-SXM2-16GB"
+    assert rate_or_assumed(recording, Direction.H2D) == (13.75e9, "assumed: PCIe 3.0 x16", "PCIe 3.0 x16")
+    recording.machine["link_bytes_per_s"] = 12e9
+    assert rate_or_assumed(recording, Direction.H2D) == (12e9, "stated for this machine", "")
+
+
+def test_doctor_and_a_report_say_the_same_of_a_link():
+    recording = Recording([])
+    recording.machine.update({"pcie_gen_max": 4, "pcie_width_max": 16})
+    gpu = {"pcie_gen_max": 4, "pcie_width_max": 16}
+    near, far = (rate_check("h2d", rate, 256 << 20, gpu) for rate in (22.1e9, 21.9e9))
+    assert near.value == f"22.1 GB/s for 256 MiB, pinned; {link_of(recording).text}"
+    assert near.value.endswith("PCIe 4.0 x16 carries 27.5 GB/s")
+    assert (near.verdict, far.verdict, bool(far.todo)) == ("good", "bad", True)
+    assert rate_check("d2h", 22e9, 256 << 20, {}).verdict == "unknown"

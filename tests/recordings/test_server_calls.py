@@ -87,7 +87,7 @@ def test_pageable_and_blocking_copies_are_a_finding(folder: Path) -> None:
     assert finding.cause == "blocking_server_call" and finding.severity == "critical"
     assert finding.lost_ns == 50 * MS  # the inner call and the one that moved nothing are not counted
     assert finding.title == "2 calls of server functions that move data blocked their threads for 50.0 ms"
-    assert finding.evidence[0].text.endswith("moved 0.002 MB: 4 of 4 copies from pageable memory, 4 blocking")
+    assert finding.evidence[0].text.endswith("moved 2.00 kB: 4 of 4 copies from pageable memory, 4 blocking")
 
 
 def test_the_page_lists_what_was_moved(folder: Path) -> None:

@@ -75,7 +75,7 @@ def test_the_numbers_of_a_finding_and_of_a_chart_can_be_read() -> None:
         view(EMPTY, examination(EMPTY, [Finding("one", "One", "warning", "certain", 5, tuple(evidence))])).findings
         or []
     )
-    assert finding["evidence"] == [{"text": "they moved 2.3 GB", "how": "measured"}]
+    assert finding["evidence"] == [{"text": "they moved 2.3\u00a0GB", "how": "measured"}]
     values = np.array([0.25, 12_345_678.5])
     for unit, text in (("rate", "12.3\u00a0MB/s"), ("count", "12,345,678"), ("bytes", "12.3\u00a0MB")):
         chart = timeline(("x", "x", "x"), [Points("x", np.array([0, 9]), values)], (0, 10), Axis("x", unit=unit))
