@@ -96,7 +96,8 @@ before, within = used(), time.monotonic_ns()
 time.sleep(1.5)
 after = used()
 step()
-open(os.path.join(os.environ["KVPROBE_RUN"], "used"), "w").write(repr([within, after[0] - before[0], after[1] - before[1]]))
+told = [within, after[0] - before[0], after[1] - before[1]]
+open(os.path.join(os.environ["KVPROBE_RUN"], "used"), "w").write(repr(told))
 """
 
 
