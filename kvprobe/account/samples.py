@@ -16,7 +16,7 @@ The error is by resampling: so many stretches as there are, drawn anew, give all
 is more than MOST of the window, nothing is filled.
 
 Of fewer than FEWEST stretches the error is not known that way. But a few long ones say as much as many: each counts for
-as many looks as pauses of the usual length have room in it. Then the error is what pauses would come to that each were
+as many looks as pauses of the usual length fit into it. Then the error is what pauses would come to that each were
 like one of these looks, drawn at random; and as so many looks may all have missed what happens more seldom, so much of
 what was not seen may be anything (1 - 0.05 ** (1 / looks) of it: else one of them would have met it, in 19 cases of
 20).
