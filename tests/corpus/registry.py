@@ -38,6 +38,7 @@ SHOWN: dict[str, tuple[str, ...]] = {
 # Lines of the account, as programs of the later shapes name them.
 AT_LINK_RATE = "waiting_for_copies.at_link_rate"
 BELOW_LINK_RATE = "waiting_for_copies.below_link_rate"
+INSIDE_GPU = "waiting_for_copies.inside_gpu"
 NOT_NEEDED = "waiting_for_copies.not_needed"
 HOST = "waiting_for_host."
 FULL_QUEUE, WAITING, ALLOCATING = HOST + "full_queue", HOST + "waiting_for_device", HOST + "allocating"
@@ -45,7 +46,7 @@ PAGEABLE, SUBMITTING, PYTHON = HOST + "pageable", HOST + "submitting", HOST + "p
 NO_CPU, TIER, ELSEWHERE = HOST + "no_cpu", HOST + "tier", HOST + "elsewhere"
 NOTHING_TO_DO, COMPUTING = "nothing_to_do", "computing"
 LINES = (
-    *(AT_LINK_RATE, BELOW_LINK_RATE, NOT_NEEDED),
+    *(AT_LINK_RATE, BELOW_LINK_RATE, INSIDE_GPU, NOT_NEEDED),
     *(FULL_QUEUE, WAITING, ALLOCATING, PAGEABLE, SUBMITTING, PYTHON, NO_CPU, TIER, ELSEWHERE),
     *(NOTHING_TO_DO, COMPUTING),
 )

@@ -14,6 +14,7 @@ from registry import (
     ALLOCATING,
     AT_LINK_RATE,
     BELOW_LINK_RATE,
+    INSIDE_GPU,
     SUBMITTING,
     WAITING,
     KiB,
@@ -151,9 +152,8 @@ def a_double_buffer_that_waits_for_the_wrong_kernel(d: Device) -> Truth:
 
 
 @unseen(
-    line=BELOW_LINK_RATE,
-    # They cross no link, and are copies all the same; on an H100 the thread that submits them one by one is late.
-    or_lines=(AT_LINK_RATE, SUBMITTING),
+    line=INSIDE_GPU,  # until copies that cross no link had a line of their own: at or below the link's rate
+    or_lines=(SUBMITTING,),  # on an H100 the thread that submits them one by one is late
     also=("small_copies",),
     like=("redundant_loads", "unmerged_neighbours", "synchronisation", "wasted_stores"),
 )
@@ -175,7 +175,7 @@ def kv_compacted_within_the_device_after_each_step(d: Device) -> Truth:
         paced(d, step, 2)
         if step > 1:
             lost += d.between(*marks[(step - 2) % 4])
-    d.spent.add(BELOW_LINK_RATE, lost)
+    d.spent.add(INSIDE_GPU, lost)
     for block in range(first):
         ct.memset(d.host, made[block] % 251, 64 * KiB)
         same(d, d.device + block * size, d.host, size)
