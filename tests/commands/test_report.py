@@ -170,7 +170,8 @@ def test_where_the_gpu_was_not_seen_a_saving_is_the_thread_s_alone(kvprobe, tmp_
     freed = "predicted to free the thread for 49.1 ms; nothing shows whether that saves wall time"
     assert freed in out and "predicted to save" not in out
     page = (tmp_path / "page.html").read_text().replace("\u00a0", " ")
-    assert freed in page and "The first change frees the thread for" in page and "The first change saves" not in page
+    assert f"dedup=True). P{freed[1:]}" in page  # behind a text in brackets, in a sentence of its own
+    assert "The first change frees the thread for" in page and "The first change saves" not in page
 
 
 def test_the_change_that_saves_most_is_shown_although_another_finding_comes_first(kvprobe, tmp_path: Path) -> None:
