@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import numpy.typing as npt
 
+from kvprobe.account.samples import DRAWS
 from kvprobe.diagnosis.finding import SEVERITIES
 from kvprobe.output.recorded import CallChangeJson, FindingChangeJson
 from kvprobe.recordings.assemble import among
@@ -39,7 +40,6 @@ __all__ = [
 Array = npt.NDArray[Any]
 
 BLOCKS = 40
-DRAWS = 400
 LEAST = 40  # calls on each side: below, a quantile says nothing
 VERDICTS = {"slower": "slower", "faster": "faster", "same": "", "unsure": "unsure"}  # beside the change itself
 LEAST_MOVED = 0.002  # of the window: what a finding cost, is no less or more by a smaller part of it
