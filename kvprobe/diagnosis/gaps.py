@@ -62,10 +62,11 @@ class Outside(NamedTuple):
     text: str
 
 
-def outside_calls(joined: JoinedRecording, start: Array, end: Array) -> Outside:
+def outside_calls(joined: JoinedRecording, start: Array, end: Array, otherwise_ns: int) -> Outside:
     """What the launching threads spent so in these gaps, as the account has it, before any is claimed.
 
-    Gaps of several processes on one GPU may overlap, and count once.
+    Gaps of several processes on one GPU may overlap, and count once. Where the account has nothing of it, it is what
+    the gaps themselves came to, `otherwise_ns`.
     """
     begins, ends = union(start, end)
     spent = dict.fromkeys((*OUTSIDE_CALLS, Line.NOTHING_TO_DO), 0)
@@ -75,7 +76,9 @@ def outside_calls(joined: JoinedRecording, start: Array, end: Array) -> Outside:
         for line in spent:
             spent[line] += cut.sum_ns(mine & (cut.line == line))
     total = sum(spent.values())
-    told = [f'{ms(ns)} "{LINE_TITLES[line].split(": ")[-1]}"' for line, ns in spent.items() if ns >= 0.005 * total > 0]
+    if not total:
+        return Outside(otherwise_ns, ms(otherwise_ns))
+    told = [f'{ms(ns)} "{LINE_TITLES[line].split(": ")[-1]}"' for line, ns in spent.items() if ns >= 0.005 * total]
     return Outside(total, ms(total) + (f" ({', '.join(told)})" if len(told) > 1 else ""))
 
 

@@ -64,8 +64,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         return None
     calls, ns = gaps.call[mine], gaps.host_ns[mine]
     where = joined.places(calls, ns)
-    outside = outside_calls(joined, gaps.start[mine], gaps.end[mine])
-    outside = outside if outside.ns else Outside(lost, ms(lost))
+    outside = outside_calls(joined, gaps.start[mine], gaps.end[mine], lost)
     beside = _hidden(joined, gaps, mine)
     polls = _polls(joined, gaps, mine)
     did = "polled, or prepared" if polls.asked else "prepared"

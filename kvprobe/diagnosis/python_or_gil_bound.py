@@ -50,7 +50,7 @@ from kvprobe.account.outside import waits_for_others
 from kvprobe.account.stretches import NOBODY
 from kvprobe.account.threads import runs_python
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, Where, cause_of
-from kvprobe.diagnosis.gaps import NO_WORK_NS, Gaps, Outside, gaps_chart, idle_gaps, outside_calls
+from kvprobe.diagnosis.gaps import NO_WORK_NS, Gaps, gaps_chart, idle_gaps, outside_calls
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.diagnosis.pauses import long_pauses, waited_within
 from kvprobe.recordings.assemble import among
@@ -356,8 +356,7 @@ def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
     host = int(gaps.host_ns[mine].sum())
     if not mine.any() or host < (LEAST_SHARE if not signs.collected.any() else 0.01) * span:
         return None
-    outside = outside_calls(joined, gaps.start[mine], gaps.end[mine])
-    outside = outside if outside.ns else Outside(host, ms(host))
+    outside = outside_calls(joined, gaps.start[mine], gaps.end[mine], host)
     idle = Evidence(
         f"in {int(mine.sum()):,} gaps, the GPU ran nothing, and the thread that launches neither submitted work nor "
         f"waited for the GPU: together {outside.text}, {share(outside.ns, span)} of the serving window. For the rest "
