@@ -13,13 +13,11 @@ A third part (alone with `--only coded`) holds bf16 numbers with a scale a chann
 64 KiB: 0.32 as it is, under auto with blocks that lie in CPU memory as they are, and under auto that may code them: raw
 bytes a second over the rate of the link, both directions, and an engine's step with loads and stores in it. The rate
 is measured over two rounds, each from before the first transfer is asked for until vLLM is told of the last one's end,
-with at most 8 transfers in flight. "One GiB at once" takes 17.5 ms on an H100, in 0.8 to 1.3 of which no copy runs:
-vLLM builds the first transfer's descriptors (0.5 to 0.9 ms, before kvprobe is asked), the same thread hands them over
-(0.12 to 0.18 ms), the submitter's thread, which looks every 0.05 ms, launches them, and vLLM is told 0.1 to 0.17 ms
-after the end.
-Once copies run, the later transfers are built beside them, so that this passes once, however long a round is.
-"Sustained" moves 8 GiB, in some 130 ms, of which it is less than 1%: this is the rate that is compared with 1.15 of the
-link's, as it tells what the copies reach and not how a round begins.
+with at most 8 transfers in flight. In "one GiB at once" no copy runs at first: vLLM builds the first transfer's
+descriptors before kvprobe is asked, the same thread hands them over, and the submitter's thread launches them. Once
+copies run, later transfers are built beside them, so that this passes once, however long a round is. "Sustained" moves
+8 GiB, of which it is little: this is the rate that is compared with 1.15 of the link's, as it tells what the copies
+reach and not how a round begins.
 
 Prints one table a row: submit time of a transfer, longest call and time in blocked calls, step time, GB/s, the ratios
 of step time in the same repetition (median and range: what is noise lies on both sides of 1), and at the end each

@@ -8,7 +8,8 @@ import random
 from collections import Counter, deque
 from collections.abc import Iterator
 
-from device import H2D, Device, now
+from device import D2H, H2D, Device, now
+from registry import KiB
 
 
 class Spent:
@@ -135,3 +136,17 @@ def think(us: float) -> list[int]:
     while now() < end:
         tables = [block * 16 + 7 for block in range(64) if block % 3]
     return tables
+
+
+def decoded(d: Device, step: int, idle: Stretches, kernels: int, each_ns: int) -> None:
+    """One step of a decoder that waits for its token: ids go in, kernels run, the token comes back; `idle` begins."""
+    idle.end()
+    ids = step % 8 * 4 * KiB
+    stamp(d, ids, 4 * KiB, step)
+    d.copy(d.device, d.host + ids, 4 * KiB, H2D, d.compute)
+    for _ in range(kernels):
+        d.launch(each_ns)
+    d.copy(d.host + d.size - 4 * KiB, d.device + d.size - 4 * KiB, 512, D2H, d.compute)
+    idle.begin()
+    d.sync(d.compute)
+    idle.read()

@@ -230,6 +230,37 @@ def a_loader_that_stalls_behind_a_ring_of_forty_batches(d: Device) -> Truth:
     return {}
 
 
+def _snapshots(
+    d: Device, shadow: int, size: int, every: tuple[int, int], asked: Queue[int], done: threading.Event
+) -> int:
+    """Steps of 2 ms whose states are copied to a shadow now and then; which byte the last snapshot has.
+
+    Args:
+        d: the device.
+        shadow: where snapshots go, within the device.
+        size: of the states, bytes.
+        every: so many steps lie between two snapshots at least; so many are launched ahead.
+        asked: a thread that takes a snapshot away is told of it here, and at the end of the end.
+        done: the thread has taken the one before; a snapshot that comes earlier is left out.
+    """
+    kept, (between, ahead) = 0, every
+    for step in turns():
+        clear(d, d.device, step % 251, size, d.compute)
+        for _ in range(4):
+            d.launch(500_000)
+        if step % between == 0 and done.is_set():
+            done.clear()
+            d.copy(shadow, d.device, size, D2D, d.compute)
+            d.record(0, d.compute)
+            kept = step % 251
+            asked.put(step)
+        paced(d, step, ahead)
+    d.sync(d.compute)
+    d.spent.stop()
+    asked.put(-1)
+    return kept
+
+
 @eighth(
     line=COMPUTING,
     like=("slow_tier", "synchronisation", "weights_not_overlapped", "store_not_ordered", "context_lock_stall"),
@@ -254,26 +285,12 @@ def a_snapshot_within_the_device_that_a_thread_writes_to_a_file(d: Device) -> Tr
                 os.pwrite(file, view[at : at + part], at)
             done.set()
 
-    kept = 0
     with tempfile.TemporaryFile() as file:
         os.pwrite(file.fileno(), view, 0)
         thread = in_thread(lambda: write(file.fileno()))
         done.set()
         d.spent.restart()
-        for step in turns():
-            clear(d, d.device, step % 251, size, d.compute)
-            for _ in range(4):
-                d.launch(500_000)
-            if step % 12 == 0 and done.is_set():
-                done.clear()
-                d.copy(shadow, d.device, size, D2D, d.compute)
-                d.record(0, d.compute)
-                kept = step % 251
-                asked.put(step)
-            paced(d, step, 2)
-        d.sync(d.compute)
-        d.spent.stop()
-        asked.put(-1)
+        kept = _snapshots(d, shadow, size, (12, 2), asked, done)
         thread.join()
         same(d, shadow, d.host, size)
         if os.pread(file.fileno(), 64, size - 64) != bytes([kept]) * 64:
@@ -387,23 +404,10 @@ def an_auditor_that_takes_hidden_states_into_plain_memory_beside_decode(d: Devic
             d.sync(d.copies[5])
             done.set()
 
-    thread, kept = in_thread(take), 0
+    thread = in_thread(take)
     done.set()
     d.spent.restart()
-    for step in turns():
-        clear(d, d.device, step % 251, size, d.compute)
-        for _ in range(4):
-            d.launch(500_000)
-        if step % 15 == 0 and done.is_set():
-            done.clear()
-            d.copy(shadow, d.device, size, D2D, d.compute)
-            d.record(0, d.compute)
-            kept = step % 251
-            asked.put(step)
-        paced(d, step, 3)
-    d.sync(d.compute)
-    d.spent.stop()
-    asked.put(-1)
+    kept = _snapshots(d, shadow, size, (15, 3), asked, done)
     thread.join()
     if ct.string_at(at + size - 64, 64) != bytes([kept]) * 64:
         raise RuntimeError("plain memory has other bytes than the hidden states")

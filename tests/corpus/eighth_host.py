@@ -12,7 +12,7 @@ import threading
 import time
 from typing import Any
 
-from accounts import Pool, Stretches, stamp, turns
+from accounts import Pool, Stretches, decoded, stamp, turns
 from device import D2H, H2D, Device, now
 from fresh_copies import clear
 from other_shapes import gate
@@ -95,15 +95,7 @@ def an_event_loop_that_wakes_each_stream_s_task_before_the_next_step(d: Device) 
         await asyncio.sleep(0)
         d.spent.restart()
         for step in turns():
-            idle.end()
-            stamp(d, step % 8 * 4 * KiB, 4 * KiB, step)
-            d.copy(d.device, d.host + step % 8 * 4 * KiB, 4 * KiB, H2D, d.compute)
-            for _ in range(3):
-                d.launch(300_000)
-            d.copy(d.host + d.size - 4 * KiB, d.device + d.size - 4 * KiB, 512, D2H, d.compute)
-            idle.begin()
-            d.sync(d.compute)
-            idle.read()
+            decoded(d, step, idle, 3, 300_000)
             await clients.hand_out(step)
         d.spent.add(PYTHON, idle.ns)
         d.spent.stop()
@@ -139,15 +131,7 @@ def a_thread_that_sleeps_in_an_extension_with_the_interpreter_s_lock(d: Device) 
     thread = in_thread(poll)
     d.spent.restart()
     for step in turns():
-        idle.end()
-        stamp(d, step % 8 * 4 * KiB, 4 * KiB, step)
-        d.copy(d.device, d.host + step % 8 * 4 * KiB, 4 * KiB, H2D, d.compute)
-        for _ in range(2):
-            d.launch(400_000)
-        d.copy(d.host + d.size - 4 * KiB, d.device + d.size - 4 * KiB, 512, D2H, d.compute)
-        idle.begin()
-        d.sync(d.compute)
-        idle.read()
+        decoded(d, step, idle, 2, 400_000)
     d.spent.add(PYTHON, idle.ns)
     d.spent.stop()
     over.set()

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
-from accounts import Stretches, stamp, turns
+from accounts import Stretches, decoded, stamp, turns
 from device import D2H, H2D, Device, now
 from fresh_copies import copy_2d
 from registry import (
@@ -379,15 +379,7 @@ def tokens_written_to_a_pipe_whose_reader_is_slow(d: Device) -> Truth:
     thread = in_thread(read)
     d.spent.restart()
     for step in turns():
-        idle.end()
-        stamp(d, step % 8 * 4 * KiB, 4 * KiB, step)
-        d.copy(d.device, d.host + step % 8 * 4 * KiB, 4 * KiB, H2D, d.compute)
-        for _ in range(2):
-            d.launch(400_000)
-        d.copy(d.host + d.size - 4 * KiB, d.device + d.size - 4 * KiB, 512, D2H, d.compute)
-        idle.begin()
-        d.sync(d.compute)
-        idle.read()
+        decoded(d, step, idle, 2, 400_000)
         os.write(sink, text)
     d.spent.add(ELSEWHERE, idle.ns)
     d.spent.stop()
