@@ -79,7 +79,7 @@ static struct {
 } state = {.lock = PTHREAD_MUTEX_INITIALIZER, .comparing = PTHREAD_MUTEX_INITIALIZER};
 
 static void no_longer(const char *why, int error) {
-    atomic_fetch_and(&kvp_watch.recycles, ~KVP_POPULATES);
+    if (!(atomic_fetch_and(&kvp_watch.recycles, ~KVP_POPULATES) & KVP_POPULATES)) return; /* it has been said */
     if (error)
         kvp_decision(folder, "rollback", "populated", "as it is", 0, "%s (error %d)", why, error);
     else
