@@ -73,16 +73,23 @@ d.sync(d.compute)
 def test_copies_behind_a_host_function_begin_when_that_is_over(libraries: Path, tmp_path: Path) -> None:
     """What stands still while a function of the host runs is no copy."""
     body = """
-import ctypes as ct, time
+import ctypes as ct, threading, time
 d.launch(1_000)
 d.sync(d.compute)
-libc, semaphore = ct.CDLL(None), ct.create_string_buffer(64)
+libc, semaphore, begun = ct.CDLL(None), ct.create_string_buffer(64), threading.Event()
 libc.sem_init(semaphore, 0, 0)
+
+@ct.CFUNCTYPE(None, ct.c_void_p)
+def function(_):
+    begun.set()
+    libc.sem_wait(semaphore)
+
 d.lib.cudaLaunchHostFunc.argtypes = [ct.c_void_p] * 3
-d.check(d.lib.cudaLaunchHostFunc(d.copies[0], ct.cast(libc.sem_wait, ct.c_void_p), ct.addressof(semaphore)))
+d.check(d.lib.cudaLaunchHostFunc(d.copies[0], ct.cast(function, ct.c_void_p), None))
 for i in range(50):
     d.load(i, 100_000, d.copies[0])
-time.sleep(0.02)  # after all of them were submitted, however long that took
+assert begun.wait(60)  # on a busy machine it begins late
+time.sleep(0.02)
 libc.sem_post(semaphore)
 d.synchronize()
 """
