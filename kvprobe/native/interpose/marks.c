@@ -523,7 +523,7 @@ int kvp_mark_before(const kvp_record *r) {
         kvp_thread.marked = s;
         uint8_t kind = kind_of(r);
         placed = unlikely(kvp_watch.blocking) ? around_legacy(s) : 0;
-        if (kvp_mark_goes_on(s, kind, r->bytes, now)) return placed;
+        if (kind < MARK_GRAPH && kvp_mark_goes_on(s, kind, r->bytes, now)) return placed;
         kvp_thread.mark = 1;
         placed |= changes(s, r, kind, now);
     } else

@@ -108,7 +108,13 @@ struct mark_stream {
     uint64_t last_ns, first_ns, bytes;
     uint32_t count, next_sample, graph;
     _Atomic uint32_t lock;
-    uint8_t kind, flags, gappy, after, sampled, per_thread, legacy, context, ordered, ran; /* ran: the newest kind */
+    union {
+        struct {
+            uint8_t kind, flags, gappy, after;
+        };
+        uint32_t state; /* all of them */
+    };
+    uint8_t sampled, per_thread, legacy, context, ordered, ran; /* ran: the newest kind */
     void *handle __attribute__((aligned(64)));
     uint64_t submitted, done; /* submissions and marks up to the newest mark, and of these what is over */
     uint64_t busy_ns;         /* when the helper saw it busy last */
@@ -175,11 +181,11 @@ static inline uint8_t kvp_mark_kind_of(uint8_t direction) {
     return kinds >> (direction & 15) * 4 & 15;
 }
 
-/* A submission of the kind that goes on: 1, and it is counted. 0: there is more to do than that. */
+/* A submission of the kind that goes on, without flags and gaps: 1, and it is counted. 0: there is more to do. */
 static inline int kvp_mark_goes_on(struct mark_stream *s, uint8_t kind, uint64_t bytes, uint64_t now) {
-    uint32_t count = get(s->count);
-    if (unlikely(get(s->kind) != kind || !count || count >= get(s->next_sample) ||
-                 now - get(s->last_ns) >= MARK_GAP_NS || get(s->gappy) || kind >= MARK_GRAPH || get(s->flags)))
+    uint32_t count = get(s->count), but_after = 0xffffff;
+    if (unlikely((get(s->state) & but_after) != kind || count - 1 >= get(s->next_sample) - 1 /* nor 0 */ ||
+                 now - get(s->last_ns) >= MARK_GAP_NS))
         return 0;
     put(s->count, count + 1);
     put(s->bytes, get(s->bytes) + bytes);

@@ -366,14 +366,17 @@ static inline __attribute__((always_inline)) void end(kvp_record *r, enum what w
     unsigned direction = what == A_COPY && likely(!result) ? kvp_classify(r) : r->direction;
     r->result = (uint16_t)code;
     r->direction = (uint8_t)direction;
-    int rare = what != A_EVENT && what != A_LAUNCH; /* the others would wash copies out of the ring */
+    uint64_t last = kvp_ring_last(r, code, direction);
     int detail = kvp_watch.detail;
-    int keep = detail == DETAIL_LAUNCHES           ? KVP_KEEP_ALL
-               : !timed                            ? KVP_KEEP_NONE
-               : !rare                             ? KVP_KEEP_SLOW
-               : unlikely(detail == DETAIL_TOTALS) ? KVP_KEEP_SEVERAL
-                                                   : KVP_KEEP_ALL;
-    kvp_ring_written(r, dur_ns, kvp_ring_last(r, code, direction), keep);
+    if (what == A_EVENT || what == A_LAUNCH) /* they would wash copies out of the ring */
+        kvp_ring_written(r, dur_ns, last, timed,
+                         detail == DETAIL_LAUNCHES ? KVP_KEEP_ALL
+                         : timed                   ? KVP_KEEP_SLOW
+                                                   : KVP_KEEP_NONE);
+    else if (likely(detail != DETAIL_TOTALS))
+        kvp_ring_written(r, dur_ns, last, timed, KVP_KEEP_ALL);
+    else
+        kvp_ring_write(r, KVP_KEEP_SEVERAL);
     if ((what == A_COPY || what == A_FREE) && unlikely(r->bytes >= KVP_PAGES_FROM)) kvp_pages_after(r);
     if (what != A_EVENT && unlikely(kvp_thread.mark)) kvp_mark_after(r);
     if (what == A_COPY && unlikely(kvp_contents_due(r))) kvp_contents_look(r);

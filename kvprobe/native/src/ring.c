@@ -298,11 +298,12 @@ void kvp_ring_grow(struct section *section) {
     if (section->ring_at >= section->ring_ready) section->ring_at = 0;
 }
 
+static inline int is_slow(const kvp_record *r) { return r->dur_ns != KVP_UNTIMED && r->dur_ns >= kvp_process.slow_ns; }
+static inline int is_failed(const kvp_record *r) { return r->result && r->result != KVP_NOT_READY; }
 static inline int is_file(unsigned call) { return call >= KVP_CALL_pread && call <= KVP_CALL_io_submit; }
 
-void kvp_ring_append_slow(struct section *section, const kvp_record *r) {
+static void append_slow(struct section *section, const kvp_record *r) {
     kvp_section_header *header = section->header;
-    if (is_file(r->call)) return;
     if (section->slow_at >= section->slow_ready) {
         if (section->slow_ready < header->slow_records)
             grow_ring(section, section->slow, &section->slow_ready, FIRST_SLOW, &header->slow_records);
@@ -360,7 +361,7 @@ static inline int waits_for_device(unsigned call) {
 /* Takes a call in as KVP_KEEP_SEVERAL says. */
 void kvp_ring_sum_up(struct section *section, const kvp_record *r) {
     kvp_section_header *header = section->header;
-    int slow = r->dur_ns != KVP_UNTIMED && r->dur_ns >= kvp_process.slow_ns;
+    int slow = is_slow(r);
     int waits = r->call == KVP_CALL_cudaStreamWaitEvent || (r->call < 128 && waits_for_device(r->call));
     enum role role = waits ? ROLE_KEEP : (enum role)roles[r->call];
     kvp_record *several = &section->several;
@@ -390,7 +391,7 @@ void kvp_ring_sum_up(struct section *section, const kvp_record *r) {
 }
 
 /* The first failures of each kind, for good: a ring that wraps would lose them. */
-void kvp_ring_keep_failed(kvp_section_header *header, const kvp_record *r) {
+static void keep_failed(kvp_section_header *header, const kvp_record *r) {
     uint32_t used = header->failed_used, alike = 0;
     if (used >= KVP_FAILURES) return;
     for (uint32_t i = 0; i < used; i++)
@@ -402,12 +403,22 @@ void kvp_ring_keep_failed(kvp_section_header *header, const kvp_record *r) {
     __atomic_store_n(&header->failed_used, used + 1, __ATOMIC_RELEASE);
 }
 
+void kvp_ring_keep_unusual(struct section *section, const kvp_record *r, int detail) {
+    if (is_slow(r) && detail && !is_file(r->call)) append_slow(section, r);
+    if (is_failed(r)) keep_failed(section->header, r);
+}
+
+void kvp_ring_count_unusual(kvp_slot *slot, const kvp_record *r) {
+    if (is_slow(r)) slot->slow++, slot->slow_ns += r->dur_ns;
+    if (is_failed(r)) slot->errors++;
+}
+
 KVP_HOT int kvp_ring_enter(uint32_t call, uint64_t stream, uint64_t now_ns) {
     return kvp_ring_entered(call, stream, now_ns);
 }
 
 KVP_HOT void kvp_ring_write(const kvp_record *r, int detail) {
-    kvp_ring_written(r, r->dur_ns, kvp_ring_last(r, r->result, r->direction), detail);
+    kvp_ring_written(r, r->dur_ns, kvp_ring_last(r, r->result, r->direction), r->dur_ns != KVP_UNTIMED, detail);
 }
 
 void kvp_ring_note(const kvp_record *r) {

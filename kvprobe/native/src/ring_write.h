@@ -37,8 +37,9 @@ KVP_HIDDEN KVP_RARE struct section *kvp_ring_attach(void); /* this thread's sect
 KVP_HIDDEN KVP_RARE void kvp_ring_over(const kvp_record *r);
 KVP_HIDDEN __attribute__((noinline)) kvp_slot *kvp_ring_find_slot(struct section *section, const kvp_record *r);
 KVP_HIDDEN KVP_RARE void kvp_ring_grow(struct section *section);
-KVP_HIDDEN KVP_RARE void kvp_ring_append_slow(struct section *section, const kvp_record *r);
-KVP_HIDDEN KVP_RARE void kvp_ring_keep_failed(kvp_section_header *header, const kvp_record *r);
+/* A call that was slow or returned something else than 0. */
+KVP_HIDDEN KVP_RARE void kvp_ring_keep_unusual(struct section *section, const kvp_record *r, int detail);
+KVP_HIDDEN KVP_RARE void kvp_ring_count_unusual(kvp_slot *slot, const kvp_record *r);
 KVP_HIDDEN __attribute__((noinline)) void kvp_ring_sum_up(struct section *section, const kvp_record *r);
 
 #define kvp_likely(x) __builtin_expect(!!(x), 1)
@@ -110,7 +111,7 @@ static inline void kvp_ring_append(struct section *section, kvp_section_header *
 
 /* kvp_ring_write, inline. `dur_ns` and `last` (kvp_ring_last) are the record's, as the caller has them in registers. */
 static inline __attribute__((always_inline)) void kvp_ring_written(const kvp_record *r, uint64_t dur_ns, uint64_t last,
-                                                                   int detail) {
+                                                                   int timed, int detail) {
     typedef uint64_t pair_of_u64 __attribute__((vector_size(16), may_alias));
     struct section *section = kvp_ring_section();
     kvp_section_header *header =
@@ -128,31 +129,28 @@ static inline __attribute__((always_inline)) void kvp_ring_written(const kvp_rec
         return;
     }
     __atomic_store_n(&header->in_call, 0, __ATOMIC_RELEASE);
-    int timed = dur_ns != KVP_UNTIMED, slow = timed && dur_ns >= kvp_process.slow_ns;
     /* detail first: whoever sees the totals move finds the record */
     if (kvp_likely(detail == KVP_KEEP_ALL))
         kvp_ring_append(section, header, r, dur_ns, last);
     else if (detail == KVP_KEEP_SEVERAL)
         kvp_ring_sum_up(section, r);
-    if (kvp_unlikely(slow && detail)) kvp_ring_append_slow(section, r);
-    uint16_t result = (uint16_t)(last >> 32), key = (uint16_t)(last >> 48);
-    int failed = result && result != KVP_NOT_READY;
-    if (kvp_unlikely(failed)) kvp_ring_keep_failed(header, r);
+    int unusual = (timed && dur_ns >= kvp_process.slow_ns) || (uint16_t)(last >> 32);
+    if (kvp_unlikely(unusual)) kvp_ring_keep_unusual(section, r, detail);
     kvp_slot *slot = section->last;
+    uint16_t key = (uint16_t)(last >> 48);
     if (kvp_unlikely(slot->stream != r->stream || (slot->call | slot->direction << 8) != key))
         slot = kvp_ring_find_slot(section, r);
     if (kvp_likely(slot != NULL)) {
-        if (kvp_likely(timed)) {
+        if (timed) {
             uint64_t *counter = &slot->histogram[kvp_bucket(dur_ns)];
             ++*counter;
             section->counter = counter;
             slot->dur_ns += dur_ns;
             slot->last_ns = r->start_ns + dur_ns;
             if (kvp_unlikely(dur_ns > slot->max_ns)) slot->max_ns = dur_ns;
-            if (kvp_unlikely(slow)) slot->slow++, slot->slow_ns += dur_ns;
         } else
             slot->untimed++;
-        if (kvp_unlikely(failed)) slot->errors++;
+        if (kvp_unlikely(unusual)) kvp_ring_count_unusual(slot, r);
         slot->copies += (uint32_t)last;
         uint32_t node = kvp_thread.node;
         if (node) slot->node_bytes[node < 4 ? node - 1 : 3] += r->bytes;

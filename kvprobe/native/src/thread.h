@@ -59,7 +59,7 @@ static inline uint64_t kvp_ticks(void) {
 static inline uint64_t kvp_clock(void) {
     const struct kvp_thread *t = &kvp_thread;
     uint64_t passed = kvp_ticks() - t->ticks;
-    if (__builtin_expect(passed > kvp_process.renew_ticks || !t->scale, 0)) return kvp_renew_clock();
+    if (__builtin_expect(passed >= kvp_process.renew_ticks, 0)) return kvp_renew_clock(); /* a thread's first, too */
     return t->ns + ((passed * t->scale) >> 32); /* passed < 2 ms of ticks: no overflow */
 }
 
