@@ -32,14 +32,14 @@ CLOCK = """
 #define _GNU_SOURCE
 #include <time.h>
 __attribute__((weak, visibility("hidden"))) unsigned long counted_ns;
-static inline unsigned long counted(void) { return counted_ns += 300; }
+static inline unsigned long read_counter(void) { return counted_ns += 300; }
 static inline int counted_time(clockid_t clock, struct timespec *t) {
     (void)clock;
-    unsigned long ns = counted();
+    unsigned long ns = read_counter();
     t->tv_sec = (long)(ns / 1000000000u), t->tv_nsec = (long)(ns % 1000000000u);
     return 0;
 }
-#define __builtin_ia32_rdtsc counted
+#define __builtin_ia32_rdtsc read_counter
 #define clock_gettime counted_time
 """
 RUNTIME = """
