@@ -6,9 +6,9 @@ A C program is linked to a stand-in runtime whose calls return at once, and call
 wrapper (the linked symbol, preloaded) and directly (the runtime's own address, looked up in its symbol table). The
 difference of the medians is what the wrapper costs: two clock reads, one record, the totals. `cold copy` does the same
 with a stand-in that leaves the caches as a driver does: it runs through 20 KiB of code and 64 KiB of a 16 MiB array,
-makes locked additions and a fence, and there is a cuPointerGetAttributes to ask. The last lines say what the preloaded
-library adds to the start of a process that makes no CUDA call. Each figure is the median of the differences of
-neighbouring rounds; `floor` compares the fastest tenth of both.
+makes locked additions and a fence. A stand-in driver answers what the interposer asks one. The last lines say what the
+preloaded library adds to the start of a process that makes no CUDA call. Each figure is the median of the differences
+of neighbouring rounds; `floor` compares the fastest tenth of both.
 """
 
 from __future__ import annotations
@@ -55,14 +55,30 @@ int cudaMemcpy2DAsync(void *d, unsigned long dp, const void *s, unsigned long sp
     return 0;
 }
 """  # noqa: E501
+# What memory and marks ask a driver: with less than that the interposer would look for it at every call.
 DRIVER = """
+static char context, events[2048];
+static unsigned made;
+int cuInit(unsigned flags) { return 0; }
+int cuCtxGetCurrent(void **c) { *c = &context; return 0; }
+int cuCtxSetCurrent(void *c) { return 0; }
+int cuCtxGetDevice(int *device) { *device = 0; return 0; }
+int cuDeviceGetCount(int *devices) { *devices = 1; return 0; }
+int cuStreamQuery(void *stream) { return 0; }
+int cuStreamGetCtx(void *stream, void **c) { *c = &context; return 0; }
+int cuStreamIsCapturing(void *stream, int *is) { *is = 0; return 0; }
+int cuThreadExchangeStreamCaptureMode(int *mode) { return 0; }
+int cuEventCreate(void **event, unsigned flags) { *event = &events[__atomic_fetch_add(&made, 1, 0) % sizeof events]; return 0; }
+int cuEventRecord(void *event, void *stream) { return 0; }
+int cuEventQuery(void *event) { return 0; }
+int cuEventElapsedTime(float *ms, void *from, void *to) { static float now; *ms = now += 0.001f; return 0; }
 int cuPointerGetAttributes(unsigned n, int *a, void **data, unsigned long long address) {
     (void)n, (void)a;
     *(unsigned *)data[0] = 1, *(unsigned *)data[1] = 0;
     *(unsigned long *)data[2] = address & ~0xffffful, *(unsigned long *)data[3] = 0x100000;
     return 0;
 }
-"""
+"""  # noqa: E501
 
 PROGRAM = """
 #define _GNU_SOURCE

@@ -30,11 +30,15 @@ void kvp_copy_made(kvp_watched *watched, int result);
 
 #define KVP_CURED(NATIVE, DST, SRC, BYTES, ...)                                                                        \
     ({                                                                                                                 \
-        kvp_watched watched = {0};                                                                                     \
         size_t size = unlikely(kvp_watch.cures) ? (BYTES) : 0;                                                         \
-        int cured = unlikely(size >= KVP_CURED_FROM) && kvp_copy_cured(&watched, DST, SRC, size, __VA_ARGS__);         \
-        int made = cured ? 0 : (NATIVE);                                                                               \
-        if (unlikely(watched.account != NULL)) kvp_copy_made(&watched, made);                                          \
+        int made;                                                                                                      \
+        if (unlikely(size >= KVP_CURED_FROM)) {                                                                        \
+            kvp_watched watched = {0};                                                                                 \
+            int cured = kvp_copy_cured(&watched, DST, SRC, size, __VA_ARGS__);                                         \
+            made = cured ? 0 : (NATIVE);                                                                               \
+            if (watched.account) kvp_copy_made(&watched, made);                                                        \
+        } else                                                                                                         \
+            made = (NATIVE);                                                                                           \
         made;                                                                                                          \
     })
 

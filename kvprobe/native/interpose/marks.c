@@ -50,7 +50,6 @@ static _Atomic int opened; /* 0: the driver was not looked for; 1: it is there; 
 static int devices;
 static _Atomic(struct mark_stream *) legacy; /* the legacy default stream that was submitted to last */
 static _Atomic int per_threads;              /* 1: there was a stream of a thread's own */
-static __thread struct mark_stream *mine __attribute__((tls_model("initial-exec"))); /* this thread's newest */
 /* where this thread's call submits loosely */
 static __thread struct mark_stream *loose_in __attribute__((tls_model("initial-exec")));
 
@@ -107,7 +106,6 @@ static const struct {
                   [78] = {COPIES, 0, 1},
                   [79] = {TAKES_LONG, 0},
                   [80] = {TAKES_LONG, 0}};
-static const uint8_t of_direction[16] = {MARK_COPY, MARK_H2D, MARK_D2H, MARK_COPY, MARK_COPY};
 
 /* ---- the pool ----------------------------------------------------------------------------------------------- */
 
@@ -291,8 +289,6 @@ static int context_of(void *handle) {
     return get(kvp_mark_contexts[n].handle) == handle ? n : -1;
 }
 
-static inline uint32_t place_of(uint64_t key) { return (uint32_t)((key >> 4) * 0x9e3779b97f4a7c15u >> 56); }
-
 /* Default streams are one of a context, or of a thread. */
 static uint64_t key_of(uint64_t handle) {
     if (likely(handle > 2)) return handle;
@@ -313,7 +309,7 @@ static __attribute__((noinline)) struct mark_stream *add_stream(uint64_t key, ui
     if (at < 0) return NULL;
     key = key_of(handle); /* the number of devices is known now */
     for (uint32_t i = 0; i < 16; i++) {
-        struct mark_stream *s = &kvp_mark_streams[(place_of(key) + i) % MARK_STREAMS];
+        struct mark_stream *s = &kvp_mark_streams[(kvp_mark_place_of(key) + i) % MARK_STREAMS];
         uint64_t none = 0;
         if (atomic_load(&s->key) == key) return s;
         if (atomic_load(&s->key) || !kvp_mark_try(s)) continue;
@@ -348,7 +344,7 @@ static __attribute__((noinline)) struct mark_stream *add_stream(uint64_t key, ui
 
 static inline struct mark_stream *find(uint64_t handle) {
     uint64_t key = key_of(handle);
-    for (uint32_t i = 0, at = place_of(key); i < 16; i++) {
+    for (uint32_t i = 0, at = kvp_mark_place_of(key); i < 16; i++) {
         struct mark_stream *s = &kvp_mark_streams[(at + i) % MARK_STREAMS];
         if (likely(atomic_load_explicit(&s->key, memory_order_acquire) == key)) return s;
     }
@@ -504,17 +500,17 @@ int kvp_mark_submits(const kvp_record *r) {
 }
 
 static inline uint8_t kind_of(const kvp_record *r) {
-    return of_call[r->call].role == COPIES ? of_direction[r->direction & 15] : of_call[r->call].kind;
+    return of_call[r->call].role == COPIES ? kvp_mark_kind_of(r->direction) : of_call[r->call].kind;
 }
 
 /* In front of a call that waits, or takes long by itself. 1: time has passed. */
 static __attribute__((noinline)) int before_wait(const kvp_record *r, int role) {
     kvp_thread.mark = 1;
     if (role == SYNC_ALL) return kvp_mark_end_all();
-    if (role == TAKES_LONG) return mine ? end_run(mine, 0) : 0;
+    if (role == TAKES_LONG) return kvp_thread.marked ? end_run(kvp_thread.marked, 0) : 0;
     struct mark_stream *s = role == SYNC_STREAM || r->stream ? find(r->stream) : NULL;
     if (!s) return 0;
-    mine = s;
+    kvp_thread.marked = s;
     return end_run(s, role == SYNC_STREAM);
 }
 
@@ -526,17 +522,10 @@ int kvp_mark_before(const kvp_record *r) {
         struct mark_stream *s = find(r->stream);
         if (unlikely(!s)) s = add_stream(key_of(r->stream), r->stream);
         if (!s) return 0;
-        mine = s;
+        kvp_thread.marked = s;
         uint8_t kind = kind_of(r);
         placed = unlikely(kvp_watch.blocking) ? around_legacy(s) : 0;
-        uint32_t count = get(s->count);
-        if (likely(get(s->kind) == kind && count && count < get(s->next_sample) &&
-                   now - get(s->last_ns) < MARK_GAP_NS && !get(s->gappy) && kind < MARK_GRAPH && !get(s->flags))) {
-            put(s->count, count + 1);
-            put(s->bytes, get(s->bytes) + r->bytes);
-            put(s->last_ns, now);
-            return placed;
-        }
+        if (kind < MARK_GRAPH && kvp_mark_goes_on(s, kind, r->bytes, now)) return placed;
         kvp_thread.mark = 1;
         placed |= changes(s, r, kind, now);
     } else

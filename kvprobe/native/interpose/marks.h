@@ -108,7 +108,13 @@ struct mark_stream {
     uint64_t last_ns, first_ns, bytes;
     uint32_t count, next_sample, graph;
     _Atomic uint32_t lock;
-    uint8_t kind, flags, gappy, after, sampled, per_thread, legacy, context, ordered, ran; /* ran: the newest kind */
+    union {
+        struct {
+            uint8_t kind, flags, gappy, after;
+        };
+        uint32_t state; /* all of them */
+    };
+    uint8_t sampled, per_thread, legacy, context, ordered, ran; /* ran: the newest kind */
     void *handle __attribute__((aligned(64)));
     uint64_t submitted, done; /* submissions and marks up to the newest mark, and of these what is over */
     uint64_t busy_ns;         /* when the helper saw it busy last */
@@ -166,6 +172,36 @@ int kvp_mark_idle(const struct mark_stream *s); /* 1: the stream has nothing lef
 void kvp_mark_give(struct mark_context *c, struct mark *m);
 /* Whether something stands in the stream, or is about to, that no mark follows. */
 static inline int kvp_mark_is_loose(const struct mark_stream *s) { return atomic_load(&s->begun) != get(s->settled); }
+/* Where a stream is looked for first. */
+static inline uint32_t kvp_mark_place_of(uint64_t key) { return (uint32_t)((key >> 4) * 0x9e3779b97f4a7c15u >> 56); }
+
+/* What copies of a direction are, four bits each: a table would be another line to come. */
+static inline uint8_t kvp_mark_kind_of(uint8_t direction) {
+    const uint64_t kinds = MARK_COPY | MARK_H2D << 4 | MARK_D2H << 8 | MARK_COPY << 12 | MARK_COPY << 16;
+    return kinds >> (direction & 15) * 4 & 15;
+}
+
+/* A submission of the kind that goes on, without flags and gaps: 1, and it is counted. 0: there is more to do. */
+static inline int kvp_mark_goes_on(struct mark_stream *s, uint8_t kind, uint64_t bytes, uint64_t now) {
+    uint32_t count = get(s->count), but_after = 0xffffff;
+    if (unlikely((get(s->state) & but_after) != kind || count - 1 >= get(s->next_sample) - 1 /* nor 0 */ ||
+                 now - get(s->last_ns) >= MARK_GAP_NS))
+        return 0;
+    put(s->count, count + 1);
+    put(s->bytes, get(s->bytes) + bytes);
+    put(s->last_ns, now);
+    return 1;
+}
+
+/* kvp_mark_before, of what copies mostly are: one more of their kind in a stream that has a name. 0: not of this one.
+ */
+static inline int kvp_mark_copy(const kvp_record *r) {
+    struct mark_stream *s = &kvp_mark_streams[kvp_mark_place_of(r->stream)];
+    if (unlikely(r->stream <= 2 || atomic_load_explicit(&s->key, memory_order_acquire) != r->stream)) return 0;
+    if (unlikely(kvp_watch.blocking)) return 0;
+    kvp_thread.marked = s;
+    return kvp_mark_goes_on(s, kvp_mark_kind_of(r->direction), r->bytes, r->start_ns);
+}
 static inline uint64_t kvp_mark_outstanding(const struct mark_stream *s) {
     return get(s->submitted) + get(s->count) - get(s->done);
 }

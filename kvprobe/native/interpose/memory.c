@@ -12,8 +12,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define RANGES 8
-
 enum { ATTRIBUTE_MEMORY_TYPE = 2, ATTRIBUTE_IS_MANAGED = 8, ATTRIBUTE_RANGE_START = 11, ATTRIBUTE_RANGE_SIZE = 12 };
 
 typedef int pointer_attributes_fn(unsigned count, int *attributes, void **data, uint64_t address);
@@ -21,15 +19,7 @@ typedef int pointer_attributes_fn(unsigned count, int *attributes, void **data, 
 static pointer_attributes_fn *_Atomic ask;
 static atomic_int looked;
 
-static __thread struct {
-    uint32_t generation, next, last; /* last: the range that answered, most often the one that will */
-    struct {
-        uint64_t start, size;
-        uint8_t kind, node; /* node: of NUMA, plus one; 0 where it was not asked or not told */
-    } range[RANGES];
-} known KVP_THREAD_ALIGNED __attribute__((tls_model("initial-exec")));
-
-void kvp_fetch_ranges(void) { __builtin_prefetch(&known.range[known.last]); }
+__thread struct kvp_known kvp_known;
 
 void kvp_forget_ranges(void) { atomic_fetch_add(&kvp_watch.generation, 1); }
 
@@ -43,9 +33,9 @@ static uint8_t node_of(uint64_t address) {
     return node >= 0 && node < 254 ? (uint8_t)(node + 1) : 0;
 }
 
-static inline int is_host(int kind) { return kind == KVP_MEM_PAGEABLE || kind == KVP_MEM_PINNED; }
+static int is_host(int kind) { return kind == KVP_MEM_PAGEABLE || kind == KVP_MEM_PINNED; }
 
-static __attribute__((noinline)) int ask_driver(uint64_t address) {
+static int ask_driver(uint64_t address) {
     if (!looked) {
         ask = (pointer_attributes_fn *)kvp_driver_symbol("cuPointerGetAttributes");
         looked = 1;
@@ -65,72 +55,60 @@ static __attribute__((noinline)) int ask_driver(uint64_t address) {
         size = kind == KVP_MEM_PAGEABLE || kind == KVP_MEM_UNKNOWN;
     }
     if (size) {
-        unsigned at = size == 1 ? RANGES - 1 : known.next++ % (RANGES - 1); /* single addresses crowd out no range */
-        known.range[at].start = start;
-        known.range[at].size = size;
-        known.range[at].kind = (uint8_t)kind;
+        unsigned at = size == 1 ? KVP_RANGES - 1 : kvp_known.next++ % (KVP_RANGES - 1); /* crowds out no range */
         int was = errno;
-        known.range[at].node = is_host(kind) ? node_of(address) : 0;
+        uint8_t node = is_host(kind) ? node_of(address) : 0;
         errno = was;
-        kvp_thread.node = known.range[at].node;
+        kvp_known.range[at] = (struct kvp_range){start, size, (uint8_t)kind, node};
+        kvp_thread.node = node;
     }
     return kind;
 }
 
-static inline int kind_of(uint64_t address) {
-    uint32_t now = kvp_watch.generation;
-    if (unlikely(known.generation != now)) {
-        memset(known.range, 0, sizeof known.range);
-        known.generation = now;
+int kvp_look_up(uint64_t address, struct kvp_range *newest) {
+    if (kvp_known.generation != kvp_watch.generation) {
+        memset(&kvp_known, 0, sizeof kvp_known);
+        kvp_known.generation = kvp_watch.generation;
     }
-    uint32_t last = known.last;
-    if (likely(address - known.range[last].start < known.range[last].size)) {
-        if (unlikely(known.range[last].node)) kvp_thread.node = known.range[last].node;
-        return known.range[last].kind;
-    }
-    for (uint32_t i = 0; i < RANGES; i++)
-        if (address - known.range[i].start < known.range[i].size) {
-            known.last = i;
-            if (unlikely(known.range[i].node)) kvp_thread.node = known.range[i].node;
-            return known.range[i].kind;
+    for (uint32_t i = 0; i < KVP_RANGES; i++)
+        if (address - kvp_known.range[i].start < kvp_known.range[i].size) {
+            *newest = kvp_known.range[i];
+            if (newest->node) kvp_thread.node = newest->node;
+            return newest->kind;
         }
     return ask_driver(address);
 }
 
+static const struct kvp_range *range_of(uint64_t address) {
+    for (uint32_t i = 0; i < KVP_RANGES; i++)
+        if (address - kvp_known.range[i].start < kvp_known.range[i].size) return &kvp_known.range[i];
+    return address - kvp_known.src.start < kvp_known.src.size   ? &kvp_known.src
+           : address - kvp_known.dst.start < kvp_known.dst.size ? &kvp_known.dst
+                                                                : NULL;
+}
+
 int kvp_known_memory(uint64_t address) {
-    if (known.generation != kvp_watch.generation) return KVP_MEM_UNKNOWN;
-    for (uint32_t i = 0; i < RANGES; i++)
-        if (address - known.range[i].start < known.range[i].size) return known.range[i].kind;
-    return KVP_MEM_UNKNOWN;
+    const struct kvp_range *range = kvp_known.generation == kvp_watch.generation ? range_of(address) : NULL;
+    return range ? range->kind : KVP_MEM_UNKNOWN;
 }
 
 void kvp_range_of(uint64_t address, uint64_t *base, uint64_t *bytes) {
-    for (uint32_t i = 0; i < RANGES; i++)
-        if (address - known.range[i].start < known.range[i].size) {
-            *base = known.range[i].start;
-            *bytes = known.range[i].size;
-        }
+    const struct kvp_range *range = range_of(address);
+    if (range) *base = range->start, *bytes = range->size;
 }
 
-void kvp_classify(kvp_record *r) {
-    int direction = r->direction & 15, memory = 0;
-    if (kvp_watch.no_driver) return;
-    if (direction == KVP_H2D)
-        memory = kind_of(r->src);
-    else if (direction == KVP_D2H)
-        memory = kind_of(r->dst);
-    else if (direction == KVP_DIR_UNKNOWN) {
-        int src = kind_of(r->src), dst = kind_of(r->dst);
-        if (is_host(src) && dst == KVP_MEM_DEVICE)
-            direction = KVP_H2D, memory = src;
-        else if (src == KVP_MEM_DEVICE && is_host(dst))
-            direction = KVP_D2H, memory = dst;
-        else if (src == KVP_MEM_DEVICE && dst == KVP_MEM_DEVICE)
-            direction = KVP_D2D, memory = KVP_MEM_DEVICE;
-        else if (is_host(src) && is_host(dst))
-            direction = KVP_H2H, memory = src;
-        else if (src == KVP_MEM_MANAGED || dst == KVP_MEM_MANAGED)
-            memory = KVP_MEM_MANAGED;
-    }
-    r->direction = (uint8_t)(direction | memory << 4);
+unsigned kvp_classify_both(const kvp_record *r) {
+    int direction = KVP_DIR_UNKNOWN, memory = KVP_MEM_UNKNOWN;
+    int src = kvp_kind_of(r->src, &kvp_known.src), dst = kvp_kind_of(r->dst, &kvp_known.dst);
+    if (is_host(src) && dst == KVP_MEM_DEVICE)
+        direction = KVP_H2D, memory = src;
+    else if (src == KVP_MEM_DEVICE && is_host(dst))
+        direction = KVP_D2H, memory = dst;
+    else if (src == KVP_MEM_DEVICE && dst == KVP_MEM_DEVICE)
+        direction = KVP_D2D, memory = KVP_MEM_DEVICE;
+    else if (is_host(src) && is_host(dst))
+        direction = KVP_H2H, memory = src;
+    else if (src == KVP_MEM_MANAGED || dst == KVP_MEM_MANAGED)
+        memory = KVP_MEM_MANAGED;
+    return (unsigned)(direction | memory << 4);
 }

@@ -2,8 +2,10 @@
 #define _GNU_SOURCE
 #include "cures.h"
 #include "files.h"
+#include "marks.h"
 #include "prepare.h"
 #include "recycle.h"
+#include "ring_write.h"
 
 #include <errno.h>
 #include <stdatomic.h>
@@ -102,7 +104,7 @@ static void add_early(void) {
 }
 
 /* First recorded call of this process. 1: there is a ring now. */
-static __attribute__((noinline)) int open_ring(void) {
+static KVP_RARE int open_ring(void) {
     static volatile int opening;
     int was = errno;
     kvp_thread.inside = IN_KVPROBE;
@@ -140,6 +142,11 @@ static __attribute__((noinline)) int open_ring(void) {
     kvp_thread.inside = OUTSIDE;
     errno = was;
     return kvp_ring_is_open();
+}
+
+static KVP_RARE void count_interrupting(kvp_record *r) {
+    r->dur_ns = KVP_UNTIMED; /* the clock's own state may be half written */
+    (kvp_ring_is_open() ? kvp_ring_count : count_early)(r);
 }
 
 static inline int recording(void) { return likely(kvp_watch.on) && !kvp_thread.inside; }
@@ -287,7 +294,7 @@ enum what { A_COPY, A_CALL, A_LAUNCH, A_EVENT, A_WAIT, A_FREE };
 static __thread struct kvp_pieces batch __attribute__((tls_model("initial-exec")));
 
 /* A process's first call, or that of a thread that has no section. */
-static __attribute__((noinline)) void begin_first(kvp_record *r) {
+static KVP_RARE void begin_first(kvp_record *r) {
     if (!kvp_ring_is_open() && !open_ring()) return;
     kvp_thread.inside = IN_KVPROBE;
     if (r->dur_ns != KVP_UNTIMED) r->start_ns = kvp_clock();
@@ -298,6 +305,31 @@ static inline __attribute__((always_inline)) int is_timed(enum what what) {
     return what != A_LAUNCH || kvp_watch.detail != DETAIL_TOTALS;
 }
 
+/* What is asked of a call only where something else goes on: a capture, a test, a tool, a witness. */
+static KVP_RARE void begin_unusual(kvp_record *r, enum what what) {
+    if (what == A_EVENT || !kvp_watch.marks)
+        if (kvp_watch.captures) kvp_mark_beside(r);
+    if (what == A_COPY && kvp_watch.witness) {
+        kvp_witness_before(r, &batch);
+        r->start_ns = kvp_clock();
+    }
+    if (what == A_FREE && kvp_watch.witness) kvp_witness_frees(r->call);
+    if (kvp_watch.gate) kvp_gate_begin();
+    if (kvp_watch.nvtx && what != A_LAUNCH && what != A_EVENT && what != A_WAIT) kvp_nvtx_range_push(r);
+}
+
+static KVP_RARE void end_unusual(kvp_record *r, enum what what) {
+    if (kvp_watch.nvtx && what != A_LAUNCH && what != A_EVENT && what != A_WAIT) kvp_nvtx_range_pop();
+    if (kvp_watch.captures && !r->result) kvp_graph_holds(r);
+    if (what == A_COPY && kvp_watch.witness) kvp_witness_after(r, &batch);
+    if (kvp_watch.gate) kvp_gate(r);
+}
+
+static KVP_RARE void begin_after_pause(kvp_record *r, uint64_t paused_ns) {
+    kvp_pause_ends(r->start_ns, paused_ns);
+    r->start_ns = kvp_clock();
+}
+
 static inline __attribute__((always_inline)) void begin(kvp_record *r, enum what what) {
     kvp_thread.inside = IN_KVPROBE;
     int timed = is_timed(what);
@@ -306,60 +338,68 @@ static inline __attribute__((always_inline)) void begin(kvp_record *r, enum what
         r->start_ns = kvp_clock();
     else
         r->dur_ns = KVP_UNTIMED;
-    if (unlikely(!kvp_ring_enter(r->call, r->stream, r->start_ns))) begin_first(r);
+    if (what == A_COPY) __builtin_prefetch(&kvp_known);
+    if (unlikely(!kvp_ring_entered(r->call, r->stream, r->start_ns))) begin_first(r);
     uint32_t since = (uint32_t)(r->start_ns >> 10) - kvp_thread.ended;
-    if (unlikely(since > KVP_PAUSE_NS >> 10) && timed && kvp_thread.ended) {
-        kvp_pause_ends(r->start_ns, (uint64_t)since << 10);
-        r->start_ns = kvp_clock();
+    if (unlikely(since > KVP_PAUSE_NS >> 10) && timed && kvp_thread.ended) begin_after_pause(r, (uint64_t)since << 10);
+    if (likely(kvp_watch.marks)) {
+        if (what == A_EVENT)
+            kvp_mark_event(r->stream);
+        else if (!(what == A_COPY && likely(kvp_mark_copy(r))) && kvp_mark_before(r) && timed)
+            r->start_ns = kvp_clock();
     }
-    if (what == A_EVENT && kvp_watch.marks) kvp_mark_event(r->stream);
-    if (what != A_EVENT && kvp_watch.marks) {
-        if (kvp_mark_before(r) && timed) r->start_ns = kvp_clock();
-    } else if (unlikely(kvp_watch.captures))
-        kvp_mark_beside(r);
-    if (what == A_COPY) kvp_fetch_ranges();
-    if (what == A_COPY && unlikely(kvp_watch.witness)) {
-        kvp_witness_before(r, &batch);
-        r->start_ns = kvp_clock();
-    }
-    if (what == A_FREE && unlikely(kvp_watch.witness)) kvp_witness_frees(r->call);
+    if (unlikely(kvp_watch.unusual)) begin_unusual(r, what);
     if ((what == A_COPY || what == A_FREE) && unlikely(r->bytes >= KVP_PAGES_FROM)) kvp_pages_before(r);
-    if (unlikely(kvp_watch.gate)) kvp_gate_begin();
-    if (unlikely(kvp_watch.nvtx) && what != A_LAUNCH && what != A_EVENT && what != A_WAIT) kvp_nvtx_range_push(r);
 }
 
 static inline __attribute__((always_inline)) void end(kvp_record *r, enum what what, int result) {
     int timed = what != A_LAUNCH || r->dur_ns != KVP_UNTIMED;
+    uint64_t dur_ns = KVP_UNTIMED;
     if (timed) {
         uint64_t now = kvp_clock();
-        r->dur_ns = now - r->start_ns;
+        r->dur_ns = dur_ns = now - r->start_ns;
         kvp_thread.ended = (uint32_t)(now >> 10);
-        if (unlikely(r->dur_ns > KVP_LONG_CALL_NS)) kvp_pause_may_begin(now);
+        if (unlikely(dur_ns > KVP_LONG_CALL_NS)) kvp_pause_may_begin(now);
     }
-    if (unlikely(kvp_watch.nvtx) && what != A_LAUNCH && what != A_EVENT && what != A_WAIT) kvp_nvtx_range_pop();
-    r->result = (uint16_t)((unsigned)result < 65535 ? result : 65535);
-    if (what == A_COPY && likely(!result)) kvp_classify(r);
     if (what == A_FREE) kvp_forget_ranges();
-    int rare = what != A_EVENT && what != A_LAUNCH; /* the others would wash copies out of the ring */
-    int keep = kvp_watch.detail == DETAIL_LAUNCHES ? KVP_KEEP_ALL
-               : !timed                            ? KVP_KEEP_NONE
-               : !rare                             ? KVP_KEEP_SLOW
-               : kvp_watch.detail == DETAIL_TOTALS ? KVP_KEEP_SEVERAL
-                                                   : KVP_KEEP_ALL;
-    kvp_ring_write(r, keep);
+    unsigned code = likely((unsigned)result < 65535) ? (unsigned)result : 65535;
+    unsigned direction = what == A_COPY && likely(!result) ? kvp_classify(r) : r->direction;
+    r->result = (uint16_t)code;
+    r->direction = (uint8_t)direction;
+    uint64_t last = kvp_ring_last(r, code, direction);
+    int detail = kvp_watch.detail;
+    if (what == A_EVENT || what == A_LAUNCH) /* they would wash copies out of the ring */
+        kvp_ring_written(r, dur_ns, last, timed,
+                         detail == DETAIL_LAUNCHES ? KVP_KEEP_ALL
+                         : timed                   ? KVP_KEEP_SLOW
+                                                   : KVP_KEEP_NONE);
+    else if (likely(detail != DETAIL_TOTALS))
+        kvp_ring_written(r, dur_ns, last, timed, KVP_KEEP_ALL);
+    else
+        kvp_ring_write(r, KVP_KEEP_SEVERAL);
     if ((what == A_COPY || what == A_FREE) && unlikely(r->bytes >= KVP_PAGES_FROM)) kvp_pages_after(r);
     if (what != A_EVENT && unlikely(kvp_thread.mark)) kvp_mark_after(r);
-    if (unlikely(kvp_watch.captures) && !result) kvp_graph_holds(r);
-    if (what == A_COPY && kvp_contents_due(r)) kvp_contents_look(r);
-    if (what == A_COPY && unlikely(kvp_watch.witness)) kvp_witness_after(r, &batch);
-    if (unlikely(kvp_watch.gate)) kvp_gate(r);
+    if (what == A_COPY && unlikely(kvp_contents_due(r))) kvp_contents_look(r);
+    if (unlikely(kvp_watch.unusual)) end_unusual(r, what);
     kvp_thread.node = 0;
     kvp_thread.inside = OUTSIDE;
 }
 
+/* Both of each kind once: the functions that a program uses by turns share the code. */
+#define AROUND(WHAT)                                                                                                   \
+    static KVP_HOT __attribute__((noinline)) void begin_##WHAT(kvp_record *r) { begin(r, WHAT); }                      \
+    static KVP_HOT __attribute__((noinline)) void end_##WHAT(kvp_record *r, int result) { end(r, WHAT, result); }
+AROUND(A_COPY)
+AROUND(A_CALL)
+AROUND(A_LAUNCH)
+AROUND(A_EVENT)
+AROUND(A_WAIT)
+AROUND(A_FREE)
+
+/* Four bits for each of cudaMemcpyKind: a table would be another line to come. */
 static inline uint8_t direction_of(int kind) {
-    static const uint8_t map[] = {KVP_H2H, KVP_H2D, KVP_D2H, KVP_D2D};
-    return (unsigned)kind < 4 ? map[kind] : KVP_DIR_UNKNOWN;
+    const unsigned directions = KVP_H2H | KVP_H2D << 4 | KVP_D2H << 8 | KVP_D2D << 12;
+    return (unsigned)kind < 4 ? directions >> kind * 4 & 15 : KVP_DIR_UNKNOWN;
 }
 
 #define WORD(value) ((uint64_t)(uintptr_t)(value))
@@ -371,29 +411,28 @@ static inline uint8_t direction_of(int kind) {
 #define CALL(NAME, WHAT, ...) CALL_BY(NAME, WHAT, real(NAME##_A), __VA_ARGS__)
 #define CALL_BY(NAME, WHAT, MADE, ...)                                                                                 \
     typedef int NAME##_fn(NAME##_P);                                                                                   \
+    static inline enum inside NAME##_level(void) { return #NAME[2] == 'd' ? IN_RUNTIME : IN_DRIVER; } /* cuda or cu */ \
     static inline __attribute__((always_inline)) int NAME##_via(any_fn *function, const int per_thread, NAME##_P) {    \
         NAME##_fn *real = (NAME##_fn *)function;                                                                       \
         (void)per_thread;                                                                                              \
         if (unlikely(!real)) return SYMBOL_NOT_FOUND;                                                                  \
-        enum inside level = #NAME[2] == 'd' ? IN_RUNTIME : IN_DRIVER; /* cuda... or cu... */                           \
         int full = recording();                                                                                        \
-        if (!full && !interrupts(level)) return real(NAME##_A);                                                        \
+        if (unlikely(!full) && !interrupts(NAME##_level())) return real(NAME##_A);                                     \
         kvp_record r = {.count = 1};                                                                                   \
         __VA_ARGS__;                                                                                                   \
-        if (!full) {                                                                                                   \
+        if (unlikely(!full)) {                                                                                         \
             enum inside was = kvp_thread.inside;                                                                       \
-            kvp_thread.inside = level;                                                                                 \
+            kvp_thread.inside = NAME##_level();                                                                        \
             int result = real(NAME##_A);                                                                               \
             kvp_thread.inside = was;                                                                                   \
-            r.dur_ns = KVP_UNTIMED; /* the clock's own state may be half written */                                    \
-            (likely(kvp_ring_is_open()) ? kvp_ring_count : count_early)(&r);                                           \
+            count_interrupting(&r);                                                                                    \
             return result;                                                                                             \
         }                                                                                                              \
-        begin(&r, WHAT);                                                                                               \
-        kvp_thread.inside = level;                                                                                     \
+        begin_##WHAT(&r);                                                                                              \
+        kvp_thread.inside = NAME##_level();                                                                            \
         int result = MADE;                                                                                             \
         kvp_thread.inside = IN_KVPROBE;                                                                                \
-        end(&r, WHAT, result);                                                                                         \
+        end_##WHAT(&r, result);                                                                                        \
         return result;                                                                                                 \
     }
 
@@ -863,6 +902,7 @@ static void wrap_driver(const char *name, void **pointer, int version, uint64_t 
 /* A call that is not recorded. AFTER may look at `result`. */
 #define UNRECORDED(NAME, BEFORE, AFTER)                                                                                \
     typedef int NAME##_fn(NAME##_P);                                                                                   \
+    static inline enum inside NAME##_level(void) { return IN_RUNTIME; }                                                \
     static inline int NAME##_via(any_fn *function, const int per_thread, NAME##_P) {                                   \
         NAME##_fn *real = (NAME##_fn *)function;                                                                       \
         (void)per_thread;                                                                                              \
@@ -884,8 +924,8 @@ RESOLVER(cuGetProcAddress_v2, wrap_driver(name, pointer, version, flags))
 /* The version that the runtime asks for: its own. 0, unknown, wraps nothing whose interface depends on it. */
 static int version_beside(void *real) {
     int version = 0;
-    int (*get)(int *) = (int (*)(int *))kvp_symbol_beside(real, "cudaRuntimeGetVersion");
-    if (get) get(&version);
+    int (*get_version)(int *) = (int (*)(int *))kvp_symbol_beside(real, "cudaRuntimeGetVersion");
+    if (get_version) get_version(&version);
     return version;
 }
 #define STREAM_FLAGS (per_thread && !flags ? 2 : flags)
@@ -1076,13 +1116,21 @@ enum {
 };
 
 /* Several functions can have one name: those of other runtimes, and what tools put before them. Each has a wrapper of
- * its own, which knows its function. The first one, as good as always the only one, has its call to itself. */
+ * its own, which knows its function. The first one, as good as always the only one, has its call to itself. A call of
+ * the driver's inside one of the runtime's is passed on at once. */
 #define REAL(SYMBOL, I) kvp_wrapped[INDEX_##SYMBOL].real[I]
 #define FURTHER(CALL_NAME, SYMBOL, I)                                                                                  \
     static int SYMBOL##_bound_##I(CALL_NAME##_P) { return SYMBOL##_through(REAL(SYMBOL, I), CALL_NAME##_A); }
 #define FURTHER_4(C, S, I, J, K, L) FURTHER(C, S, I) FURTHER(C, S, J) FURTHER(C, S, K) FURTHER(C, S, L)
 #define X(CALL_NAME, SYMBOL, PER_THREAD)                                                                               \
-    static int SYMBOL##_bound_0(CALL_NAME##_P) { return CALL_NAME##_via(REAL(SYMBOL, 0), PER_THREAD, CALL_NAME##_A); } \
+    static KVP_HOT __attribute__((noinline)) int SYMBOL##_first(CALL_NAME##_P) {                                       \
+        return CALL_NAME##_via(REAL(SYMBOL, 0), PER_THREAD, CALL_NAME##_A);                                            \
+    }                                                                                                                  \
+    static KVP_HOT int SYMBOL##_bound_0(CALL_NAME##_P) {                                                               \
+        if (CALL_NAME##_level() == IN_RUNTIME) return CALL_NAME##_via(REAL(SYMBOL, 0), PER_THREAD, CALL_NAME##_A);     \
+        CALL_NAME##_fn *real = (CALL_NAME##_fn *)REAL(SYMBOL, 0);                                                      \
+        return real && kvp_thread.inside == IN_RUNTIME ? real(CALL_NAME##_A) : SYMBOL##_first(CALL_NAME##_A);          \
+    }                                                                                                                  \
     static __attribute__((noinline)) int SYMBOL##_through(any_fn *function, CALL_NAME##_P) {                           \
         return CALL_NAME##_via(function, PER_THREAD, CALL_NAME##_A);                                                   \
     }                                                                                                                  \

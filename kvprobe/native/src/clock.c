@@ -18,11 +18,11 @@
 
 static uint64_t first_ticks, first_ns; /* the pair taken at load; 0 = no usable counter */
 static uint64_t first_scale;
-uint64_t kvp_renew_ticks;
 static uint64_t renew_ticks;
 static uint64_t (*other_clock)(void);
 
 __thread struct kvp_thread kvp_thread;
+struct kvp_process kvp_process;
 
 static uint64_t wall_ns(void) {
     struct timespec t;
@@ -74,12 +74,12 @@ __attribute__((constructor)) static void measure(void) {
     do pair(4, &t1, &n1);
     while (n1 - n0 < 200000);
     first_scale = scale_between(t0, n0, t1, n1);
-    kvp_renew_ticks = renew_ticks = (uint64_t)(RENEW_NS * (double)(t1 - t0) / (double)(n1 - n0));
+    kvp_process.renew_ticks = renew_ticks = (uint64_t)(RENEW_NS * (double)(t1 - t0) / (double)(n1 - n0));
     first_ns = n0;
     first_ticks = t0;
 }
 
-__attribute__((noinline)) uint64_t kvp_renew_clock(void) {
+uint64_t kvp_renew_clock(void) {
     struct kvp_thread *base = &kvp_thread;
     if (other_clock) return other_clock();
     if (!first_ticks) return wall_ns();
@@ -104,7 +104,7 @@ __attribute__((noinline)) uint64_t kvp_renew_clock(void) {
 
 void kvp_set_clock(uint64_t (*now)(void)) {
     other_clock = now;
-    kvp_renew_ticks = now ? 0 : renew_ticks; /* 0: every reading asks */
+    kvp_process.renew_ticks = now ? 0 : renew_ticks; /* 0: every reading asks */
 }
 
 int kvp_clock_is_given(void) { return other_clock != NULL; }

@@ -231,8 +231,8 @@ enum kvp_wait {
  */
 static inline unsigned kvp_bucket(uint64_t ns) {
     if (ns < 4) return (unsigned)ns;
-    unsigned e = 63u - (unsigned)__builtin_clzll(ns);
-    unsigned b = (e - 1) * 4 + (unsigned)((ns >> (e - 2)) & 3);
+    unsigned e = 63u ^ (unsigned)__builtin_clzll(ns);
+    unsigned b = e * 4 - 8 + (unsigned)(ns >> (e - 2)); /* 4 to 7 */
     return b < KVP_BUCKETS ? b : KVP_BUCKETS - 1;
 }
 

@@ -9,8 +9,8 @@
  *  - growing past RLIMIT_FSIZE raises SIGXFSZ: the limit is asked first;
  *  - the next file takes the addresses of the one before: it is opened when no thread is at work in that one any more;
  *  - a program that has put itself under seccomp may die of any system call: kvp_ring_seal ends all growing. */
+#include "ring_write.h"
 #include "secrets.h"
-#include "thread.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -29,7 +29,6 @@
 
 #define SECTIONS_LIMIT 1024
 #define SLOTS_LIMIT 256
-#define INDEX_SIZE 512 /* twice SLOTS_LIMIT: probing stays short */
 #define FIRST_SLOTS 16
 #define FIRST_RECORDS 256
 #define FIRST_SLOW 64
@@ -40,7 +39,6 @@
 /* Words that a thread may still look at after its section has become another's. */
 #define get(word) __atomic_load_n(&(word), __ATOMIC_ACQUIRE)
 #define set(word, value) __atomic_store_n(&(word), (value), __ATOMIC_RELEASE)
-#define compiler_barrier() __asm__ volatile("" ::: "memory")
 
 _Static_assert(sizeof(kvp_record) == 64, "kvp_record");
 _Static_assert(sizeof(kvp_slot) == 1152, "kvp_slot");
@@ -49,41 +47,14 @@ _Static_assert(sizeof(kvp_section_header) <= KVP_HEADER_BYTES, "kvp_section_head
 _Static_assert(offsetof(kvp_slot, count) % 16 == 0 && offsetof(kvp_slot, bytes) == offsetof(kvp_slot, count) + 8,
                "count and bytes are one store");
 
-typedef uint64_t pair_of_u64 __attribute__((vector_size(16), may_alias));
 typedef uint64_t u64_of_chars __attribute__((may_alias));
-
-/* A section as its owner sees it; only the mapping is shared with readers. */
-struct section {
-    kvp_section_header *header; /* from its first file on never NULL again: a late writer may look */
-    uint32_t epoch;             /* of the file that it is mapped for, once it is */
-    kvp_slot *last;             /* newest call's */
-    uint64_t *counter;          /* of its histogram */
-    kvp_record *ring;
-    uint64_t ring_at, ring_ready; /* where the next record goes; records with disk space behind them */
-    kvp_slot *slots;
-    kvp_record *slow;
-    uint64_t slow_at, slow_ready; /* likewise, slow ring */
-    void *memory;                 /* mapped for it now or in an earlier file, and how much */
-    uint64_t mapped;
-    uint32_t slots_ready, number;
-    kvp_record several;         /* calls that are not in the ring yet; count 0: none */
-    int waited;                 /* the newest record in the ring is a wait */
-    uint16_t index[INDEX_SIZE]; /* hash of a slot's key -> its number + 1 */
-} __attribute__((aligned(64)));
-
-/* What the kernel makes 0 in a child. */
-struct alive {
-    uint32_t epoch;     /* of the file while it is open, else 0; a thread's section belongs to one epoch */
-    uint32_t attaching; /* threads that are making, taking over or leaving a section */
-};
 
 static struct {
     kvp_file_header *header;
-    struct alive *alive;
     uint32_t epoch; /* of the newest file */
     uint32_t pid;   /* that opened it: the file's own copy may have been given back */
     uint32_t sections_max, slot_count;
-    uint64_t ring_capacity, slow_capacity, slow_ns, section_bytes;
+    uint64_t ring_capacity, slow_capacity, section_bytes;
     volatile uint32_t sections_reserved, sections_free;
     volatile uint8_t free_section[SECTIONS_LIMIT]; /* 1 = made, and its owner has gone */
     struct section sections[SECTIONS_LIMIT];
@@ -93,12 +64,12 @@ static struct {
     char path[4096];
 } ring __attribute__((aligned(64)));
 
-static struct alive not_alive; /* what `alive` points to before the first open */
+static struct kvp_alive not_alive; /* what kvp_process.alive points to before the first open */
 static volatile int opening;
 static pthread_key_t exit_key;
+/* A signal handler's call comes while this thread makes its section. */
+static __thread int attaching __attribute__((tls_model("initial-exec")));
 static int prepared; /* exit_key, fork handlers and the wiped page exist */
-
-static inline uint32_t open_epoch(void) { return get(get(ring.alive)->epoch); }
 
 /* ---- disk space --------------------------------------------------------------------------------------------- */
 
@@ -175,6 +146,7 @@ static int map_section(struct section *section, uint32_t number) {
     section->slots = (kvp_slot *)((char *)memory + KVP_HEADER_BYTES);
     section->ring = (kvp_record *)(section->slots + ring.slot_count);
     section->slow = section->ring + ring.ring_capacity;
+    section->last = section->slots; /* no call's yet */
     section->counter = section->slots->histogram;
     set(section->header, memory);
     int small = number >= KVP_LARGE_SECTIONS && ring.ring_capacity > KVP_SMALL_RECORDS;
@@ -184,7 +156,7 @@ static int map_section(struct section *section, uint32_t number) {
     used = __atomic_load_n(&ring.header->sections_used, __ATOMIC_RELAXED);
     while (used <= number && !__atomic_compare_exchange_n(&ring.header->sections_used, &used, number + 1, 0,
                                                           __ATOMIC_RELEASE, __ATOMIC_RELAXED));
-    set(section->epoch, open_epoch());
+    set(section->epoch, kvp_ring_epoch());
     return 0;
 }
 
@@ -208,13 +180,13 @@ static struct section *take_section(void) {
 /* Between these two no file is opened. Of the signal handlers that come in between only a fork's child must not count
  * down what it has not counted. */
 static void begin_attaching(void) {
-    kvp_thread.attaching = 1;
-    __atomic_fetch_add(&ring.alive->attaching, 1, __ATOMIC_SEQ_CST);
+    attaching = 1;
+    __atomic_fetch_add(&kvp_process.alive->attaching, 1, __ATOMIC_SEQ_CST);
 }
 
 static void end_attaching(void) {
-    if (kvp_thread.attaching) __atomic_fetch_sub(&ring.alive->attaching, 1, __ATOMIC_RELEASE);
-    kvp_thread.attaching = 0;
+    if (attaching) __atomic_fetch_sub(&kvp_process.alive->attaching, 1, __ATOMIC_RELEASE);
+    attaching = 0;
 }
 
 static void append_several(struct section *section, kvp_section_header *header);
@@ -224,9 +196,9 @@ static void leave_section(void *unused) {
     (void)unused;
     struct section *section = kvp_thread.section;
     kvp_thread.section = NULL;
-    if (!section || kvp_thread.epoch != open_epoch()) return;
+    if (!section || kvp_thread.epoch != kvp_ring_epoch()) return;
     begin_attaching();
-    if (kvp_thread.epoch == open_epoch()) {
+    if (kvp_thread.epoch == kvp_ring_epoch()) {
         if (section->several.count) append_several(section, section->header);
         set(section->header->in_call, 0);
         set(section->header->busy, 0);
@@ -238,16 +210,16 @@ static void leave_section(void *unused) {
 }
 
 /* This thread's section, made or taken over now. NULL: none to be had, or the ring is not open. */
-static __attribute__((noinline)) struct section *attach(void) {
-    uint32_t epoch = open_epoch();
+struct section *kvp_ring_attach(void) {
+    uint32_t epoch = kvp_ring_epoch();
     if (!epoch) {
         if (get(ring.header) && get(ring.pid) != (uint32_t)getpid()) kvp_ring_after_fork();
         return NULL;
     }
-    if (kvp_thread.attaching || ring.sealed) return NULL;
+    if (attaching || ring.sealed) return NULL;
     int was = errno;
     begin_attaching();
-    struct section *section = open_epoch() == epoch ? take_section() : NULL;
+    struct section *section = kvp_ring_epoch() == epoch ? take_section() : NULL;
     if (section) {
         kvp_section_header *header = section->header;
         set(header->busy, 0);
@@ -264,22 +236,16 @@ static __attribute__((noinline)) struct section *attach(void) {
     return section;
 }
 
-static inline struct section *my_section(void) {
-    struct section *section = kvp_thread.section;
-    if (likely(section && kvp_thread.epoch == open_epoch())) return section;
-    return attach();
-}
-
 /* ---- slots -------------------------------------------------------------------------------------------------- */
 
 static inline int same_key(const kvp_slot *slot, const kvp_record *r) {
     return slot->stream == r->stream && slot->call == r->call && slot->direction == r->direction;
 }
 
-static __attribute__((noinline)) kvp_slot *find_slot(struct section *section, const kvp_record *r) {
+kvp_slot *kvp_ring_find_slot(struct section *section, const kvp_record *r) {
     uint64_t key = (r->stream ^ ((uint64_t)r->call << 48) ^ ((uint64_t)r->direction << 56)) * 0x9E3779B97F4A7C15u;
-    uint32_t at = (uint32_t)(key >> 55); /* 9 bits: INDEX_SIZE */
-    for (; section->index[at]; at = (at + 1) % INDEX_SIZE) {
+    uint32_t at = (uint32_t)(key >> 55); /* 9 bits: KVP_RING_INDEX */
+    for (; section->index[at]; at = (at + 1) % KVP_RING_INDEX) {
         kvp_slot *slot = &section->slots[section->index[at] - 1];
         if (same_key(slot, r)) return section->last = slot;
     }
@@ -301,9 +267,9 @@ static __attribute__((noinline)) kvp_slot *find_slot(struct section *section, co
     return section->last = slot;
 }
 
-static void over(const kvp_record *r) {
+void kvp_ring_over(const kvp_record *r) {
     kvp_file_header *header = get(ring.header);
-    if (!header || !open_epoch()) return;
+    if (!header || !kvp_ring_epoch()) return;
     unsigned call = r->call < 128 ? r->call : 0;
     __atomic_fetch_add(&header->over_count[call], 1, __ATOMIC_RELAXED);
     __atomic_fetch_add(&header->over_bytes[call], r->bytes, __ATOMIC_RELAXED);
@@ -313,8 +279,8 @@ static void over(const kvp_record *r) {
 /* ---- detail ------------------------------------------------------------------------------------------------- */
 
 /* More space for a ring that has filled what it has; where there is none, the ring stays this long. */
-static __attribute__((noinline)) void grow_ring(struct section *section, kvp_record *records, uint64_t *ready,
-                                                uint64_t first, volatile uint64_t *capacity) {
+static void grow_ring(struct section *section, kvp_record *records, uint64_t *ready, uint64_t first,
+                      volatile uint64_t *capacity) {
     uint64_t more = !*ready ? first : *ready < MORE_RECORDS ? *ready : MORE_RECORDS;
     if (more > *capacity - *ready) more = *capacity - *ready;
     int was = errno;
@@ -325,22 +291,29 @@ static __attribute__((noinline)) void grow_ring(struct section *section, kvp_rec
     errno = was;
 }
 
-static inline void append(struct section *section, const kvp_record *r, kvp_record *records, uint64_t *at,
-                          uint64_t *ready, uint64_t first, volatile uint64_t *capacity, volatile uint64_t *head) {
-    if (unlikely(*at >= *ready)) {
-        if (*ready < *capacity) grow_ring(section, records, ready, first, capacity);
-        if (*at >= *ready) *at = 0;
-        if (!*ready) return;
-    }
-    records[*at] = *r;
-    if (!r->tid) records[*at].tid = section->header->tid;
-    *at += 1;
-    __atomic_store_n(head, *head + 1, __ATOMIC_RELEASE);
+void kvp_ring_grow(struct section *section) {
+    volatile uint64_t *capacity = &section->header->ring_records;
+    if (section->ring_ready < *capacity)
+        grow_ring(section, section->ring, &section->ring_ready, FIRST_RECORDS, capacity);
+    if (section->ring_at >= section->ring_ready) section->ring_at = 0;
 }
 
-static inline void append_all(struct section *section, kvp_section_header *header, const kvp_record *r) {
-    append(section, r, section->ring, &section->ring_at, &section->ring_ready, FIRST_RECORDS, &header->ring_records,
-           &header->head);
+static inline int is_slow(const kvp_record *r) { return r->dur_ns != KVP_UNTIMED && r->dur_ns >= kvp_process.slow_ns; }
+static inline int is_failed(const kvp_record *r) { return r->result && r->result != KVP_NOT_READY; }
+static inline int is_file(unsigned call) { return call >= KVP_CALL_pread && call <= KVP_CALL_io_submit; }
+
+static void append_slow(struct section *section, const kvp_record *r) {
+    kvp_section_header *header = section->header;
+    if (section->slow_at >= section->slow_ready) {
+        if (section->slow_ready < header->slow_records)
+            grow_ring(section, section->slow, &section->slow_ready, FIRST_SLOW, &header->slow_records);
+        if (section->slow_at >= section->slow_ready) section->slow_at = 0;
+        if (!section->slow_ready) return;
+    }
+    kvp_ring_put(&section->slow[section->slow_at], r, r->dur_ns, kvp_ring_last(r, r->result, r->direction),
+                 header->tid);
+    section->slow_at += 1;
+    set(header->slow_head, header->slow_head + 1);
 }
 
 #define PAUSE_NS 50000 /* between two calls of one record of several: in it they are taken to follow one another */
@@ -353,7 +326,8 @@ static __attribute__((noinline)) void append_several(struct section *section, kv
         several.dur_ns = several.src;
         several.src = 0;
     }
-    append_all(section, header, &several);
+    kvp_ring_append(section, header, &several, several.dur_ns,
+                    kvp_ring_last(&several, several.result, several.direction));
 }
 
 /* What KVP_KEEP_SEVERAL does with a call that is not slow: sums it up, keeps it by itself, or counts it only. */
@@ -379,15 +353,15 @@ static const uint8_t roles[256] = {
 #undef X
 };
 
-static inline int is_file(unsigned call) { return call >= KVP_CALL_pread && call <= KVP_CALL_io_submit; }
-
 static inline int waits_for_device(unsigned call) {
     return (call >= KVP_CALL_cudaStreamSynchronize && call <= KVP_CALL_cudaDeviceSynchronize) ||
            (call >= KVP_CALL_cuStreamSynchronize && call <= KVP_CALL_cuCtxSynchronize);
 }
 
 /* Takes a call in as KVP_KEEP_SEVERAL says. */
-static inline void sum_up(struct section *section, kvp_section_header *header, const kvp_record *r, int slow) {
+void kvp_ring_sum_up(struct section *section, const kvp_record *r) {
+    kvp_section_header *header = section->header;
+    int slow = is_slow(r);
     int waits = r->call == KVP_CALL_cudaStreamWaitEvent || (r->call < 128 && waits_for_device(r->call));
     enum role role = waits ? ROLE_KEEP : (enum role)roles[r->call];
     kvp_record *several = &section->several;
@@ -400,7 +374,7 @@ static inline void sum_up(struct section *section, kvp_section_header *header, c
     if (role != ROLE_SUM || slow) {
         if (waits && !slow && section->waited) return; /* for nothing new */
         section->waited = waits;
-        append_all(section, header, r);
+        kvp_ring_append(section, header, r, r->dur_ns, kvp_ring_last(r, r->result, r->direction));
     } else if (several->count) {
         several->dur_ns = r->start_ns + r->dur_ns - several->start_ns;
         several->src += r->dur_ns;
@@ -417,7 +391,7 @@ static inline void sum_up(struct section *section, kvp_section_header *header, c
 }
 
 /* The first failures of each kind, for good: a ring that wraps would lose them. */
-static __attribute__((noinline)) void keep_failed(kvp_section_header *header, const kvp_record *r) {
+static void keep_failed(kvp_section_header *header, const kvp_record *r) {
     uint32_t used = header->failed_used, alike = 0;
     if (used >= KVP_FAILURES) return;
     for (uint32_t i = 0; i < used; i++)
@@ -429,85 +403,33 @@ static __attribute__((noinline)) void keep_failed(kvp_section_header *header, co
     __atomic_store_n(&header->failed_used, used + 1, __ATOMIC_RELEASE);
 }
 
-int kvp_ring_enter(uint32_t call, uint64_t stream, uint64_t now_ns) {
-    struct section *section = my_section();
-    if (unlikely(!section)) return 0;
-    kvp_section_header *header = get(section->header);
-    /* not plain stores: kvp_ring_blocked looks at them from another thread */
-    __atomic_store_n(&header->in_since_ns, now_ns, __ATOMIC_RELAXED);
-    __atomic_store_n(&header->in_stream, stream, __ATOMIC_RELAXED);
-    __atomic_store_n(&header->in_sequence, header->in_sequence + 1, __ATOMIC_RELAXED);
-    __atomic_store_n(&header->in_call, call, __ATOMIC_RELEASE);
-    /* The call takes longer than they need to come. A store that misses costs even though nobody waits for it: the
-     * driver's next locked instruction does. */
-    __builtin_prefetch(header, 1);
-    if (likely(section->ring_at < section->ring_ready)) __builtin_prefetch(&section->ring[section->ring_at], 1);
-    if (likely(section->last != NULL)) {
-        __builtin_prefetch(section->last, 1);
-        __builtin_prefetch(section->counter, 1);
-    }
-    return 1;
+void kvp_ring_keep_unusual(struct section *section, const kvp_record *r, int detail) {
+    if (is_slow(r) && detail && !is_file(r->call)) append_slow(section, r);
+    if (is_failed(r)) keep_failed(section->header, r);
 }
 
-void kvp_ring_write(const kvp_record *r, int detail) {
-    struct section *section = my_section();
-    kvp_section_header *header = likely(section != NULL) ? get(section->header) : NULL;
-    if (unlikely(!header || get(header->busy))) {
-        over(r);
-        return;
-    }
-    set(header->busy, 1);
-    compiler_barrier(); /* of a processor's own reordering wait_for_writers takes care */
-    if (unlikely(kvp_thread.epoch != open_epoch())) {
-        set(header->busy, 0); /* closed since; if the section is another's, that one's call now went to over_* */
-        over(r);
-        return;
-    }
-    __atomic_store_n(&header->in_call, 0, __ATOMIC_RELEASE);
-    int timed = r->dur_ns != KVP_UNTIMED, slow = timed && r->dur_ns >= ring.slow_ns;
-    /* detail first: whoever sees the totals move finds the record */
-    if (detail == KVP_KEEP_SEVERAL)
-        sum_up(section, header, r, slow);
-    else if (detail && detail != KVP_KEEP_SLOW)
-        append_all(section, header, r);
-    if (unlikely(slow && detail && !is_file(r->call)))
-        append(section, r, section->slow, &section->slow_at, &section->slow_ready, FIRST_SLOW, &header->slow_records,
-               &header->slow_head);
-    int failed = r->result && r->result != KVP_NOT_READY;
-    if (unlikely(failed)) keep_failed(header, r);
-    kvp_slot *slot = section->last;
-    if (unlikely(!slot || !same_key(slot, r))) slot = find_slot(section, r);
-    if (likely(slot != NULL)) {
-        if (timed) {
-            uint64_t *counter = &slot->histogram[kvp_bucket(r->dur_ns)];
-            ++*counter;
-            section->counter = counter;
-            slot->dur_ns += r->dur_ns;
-            slot->last_ns = r->start_ns + r->dur_ns;
-            if (unlikely(r->dur_ns > slot->max_ns)) slot->max_ns = r->dur_ns;
-            if (unlikely(slow)) slot->slow++, slot->slow_ns += r->dur_ns;
-        } else
-            slot->untimed++;
-        if (unlikely(failed)) slot->errors++;
-        slot->copies += r->count;
-        if (unlikely(kvp_thread.node)) slot->node_bytes[kvp_thread.node < 4 ? kvp_thread.node - 1 : 3] += r->bytes;
-        compiler_barrier();
-        *(pair_of_u64 *)&slot->count += (pair_of_u64){1, r->bytes};
-    } else
-        over(r);
-    __atomic_store_n(&header->busy, 0, __ATOMIC_RELEASE);
+void kvp_ring_count_unusual(kvp_slot *slot, const kvp_record *r) {
+    if (is_slow(r)) slot->slow++, slot->slow_ns += r->dur_ns;
+    if (is_failed(r)) slot->errors++;
+}
+
+KVP_HOT int kvp_ring_enter(uint32_t call, uint64_t stream, uint64_t now_ns) {
+    return kvp_ring_entered(call, stream, now_ns);
+}
+
+KVP_HOT void kvp_ring_write(const kvp_record *r, int detail) {
+    kvp_ring_written(r, r->dur_ns, kvp_ring_last(r, r->result, r->direction), r->dur_ns != KVP_UNTIMED, detail);
 }
 
 void kvp_ring_note(const kvp_record *r) {
-    struct section *section = my_section();
+    struct section *section = kvp_ring_section();
     kvp_section_header *header = likely(section != NULL) ? get(section->header) : NULL;
     if (unlikely(!header || get(header->busy))) return;
     set(header->busy, 1);
-    compiler_barrier();
-    if (likely(kvp_thread.epoch == open_epoch())) {
+    __asm__ volatile("" ::: "memory");
+    if (likely(kvp_thread.epoch == kvp_ring_epoch())) {
         header->notes++;
-        append(section, r, section->ring, &section->ring_at, &section->ring_ready, FIRST_RECORDS, &header->ring_records,
-               &header->head);
+        kvp_ring_append(section, header, r, r->dur_ns, kvp_ring_last(r, r->result, r->direction));
     }
     set(header->busy, 0);
 }
@@ -516,11 +438,11 @@ void kvp_ring_note(const kvp_record *r) {
 
 static void forked_parent(void) {
     kvp_file_header *header = ring.header;
-    if (header && open_epoch()) __atomic_fetch_add(&header->forks, 1, __ATOMIC_RELAXED);
+    if (header && kvp_ring_epoch()) __atomic_fetch_add(&header->forks, 1, __ATOMIC_RELAXED);
 }
 
 __attribute__((constructor)) static void start(void) {
-    ring.alive = &not_alive;
+    kvp_process.alive = &not_alive;
     /* early: a low key needs no memory at pthread_setspecific, so a thread's first call may come from anywhere */
     prepared = pthread_key_create(&exit_key, leave_section) == 0;
 }
@@ -538,7 +460,7 @@ static int prepare(void) {
             munmap(page, 4096);
             return -ENOMEM;
         }
-        set(ring.alive, page);
+        set(kvp_process.alive, page);
         done = 1;
     }
     return 0;
@@ -599,7 +521,7 @@ static int absolute(const char *path, char *out, size_t size) {
 
 /* Whether a thread is making a section of the closed file, or writing into one. */
 static int in_use(void) {
-    if (__atomic_load_n(&ring.alive->attaching, __ATOMIC_ACQUIRE)) return 1;
+    if (__atomic_load_n(&kvp_process.alive->attaching, __ATOMIC_ACQUIRE)) return 1;
     for (uint32_t i = 0; i < ring.sections_reserved && i < ring.sections_max; i++) {
         const kvp_section_header *header = ring.sections[i].header;
         if (header && __atomic_load_n(&header->busy, __ATOMIC_ACQUIRE)) return 1;
@@ -626,7 +548,7 @@ static void fit(const kvp_ring_options *options) {
     ring.slow_capacity = power_of_two(options && options->slow_capacity ? options->slow_capacity : 4096);
     ring.slot_count = options && options->slot_count ? options->slot_count : 128;
     ring.sections_max = options && options->sections_max ? options->sections_max : 256;
-    ring.slow_ns = options && options->slow_ns ? options->slow_ns : 20000;
+    kvp_process.slow_ns = options && options->slow_ns ? options->slow_ns : 20000;
     if (ring.slot_count > SLOTS_LIMIT) ring.slot_count = SLOTS_LIMIT;
     if (ring.slot_count < FIRST_SLOTS) ring.slot_count = FIRST_SLOTS;
     if (ring.sections_max > SECTIONS_LIMIT) ring.sections_max = SECTIONS_LIMIT;
@@ -656,7 +578,7 @@ static void write_header(kvp_file_header *header, const char *producer) {
     header->slow_capacity = ring.slow_capacity;
     header->section_bytes = ring.section_bytes;
     header->sections_max = ring.sections_max;
-    header->slow_ns = ring.slow_ns;
+    header->slow_ns = kvp_process.slow_ns;
     read_clocks(header);
     snprintf(header->clock, sizeof header->clock, "%s", kvp_clock_name());
     snprintf(header->producer, sizeof header->producer, "%s", producer);
@@ -676,7 +598,7 @@ static void write_header(kvp_file_header *header, const char *producer) {
 static int open_file(const char *path, const char *producer, const kvp_ring_options *options, int shared) {
     int error = prepare();
     if (error) return error;
-    if (open_epoch()) return -EALREADY;
+    if (kvp_ring_epoch()) return -EALREADY;
     if ((error = wait_for_writers())) return error;
     if ((error = absolute(path, ring.path, sizeof ring.path))) return error;
     ring.shared = shared;
@@ -701,7 +623,7 @@ static int open_file(const char *path, const char *producer, const kvp_ring_opti
     ring.sections_reserved = ring.sections_free = 0;
     memset((void *)ring.free_section, 0, sizeof ring.free_section);
     if (!++ring.epoch) ring.epoch = 1;
-    __atomic_store_n(&ring.alive->epoch, ring.epoch, __ATOMIC_RELEASE);
+    __atomic_store_n(&kvp_process.alive->epoch, ring.epoch, __ATOMIC_RELEASE);
     return 0;
 }
 
@@ -726,7 +648,7 @@ void kvp_ring_close(void) {
     if (!kvp_ring_is_open() || (!ring.sealed && ring.pid != (uint32_t)getpid())) return;
     struct section *section =
         kvp_thread.section; /* others flush at their own end; a few calls of theirs may be missing */
-    if (section && kvp_thread.epoch == open_epoch() && section->several.count && !get(section->header->busy))
+    if (section && kvp_thread.epoch == kvp_ring_epoch() && section->several.count && !get(section->header->busy))
         append_several(section, section->header);
     if (!ring.shared) {
         struct timespec now;
@@ -734,11 +656,11 @@ void kvp_ring_close(void) {
         ring.header->end_monotonic_ns = (uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec;
         __atomic_store_n(&ring.header->state, KVP_CLOSED, __ATOMIC_RELEASE);
     }
-    __atomic_store_n(&ring.alive->epoch, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&kvp_process.alive->epoch, 0, __ATOMIC_SEQ_CST);
 }
 
 int kvp_ring_busy(void) {
-    uint32_t epoch = open_epoch();
+    uint32_t epoch = kvp_ring_epoch();
     if (!epoch) return 0;
     uint32_t self = (uint32_t)syscall(SYS_gettid);
     for (uint32_t i = 0; i < get(ring.sections_reserved) && i < ring.sections_max; i++) {
@@ -775,7 +697,7 @@ static int is_wait(uint32_t call) {
 }
 
 int kvp_ring_blocked(uint64_t least_ns, uint64_t now_ns) {
-    uint32_t epoch = open_epoch();
+    uint32_t epoch = kvp_ring_epoch();
     if (!epoch) return 0;
     for (uint32_t i = 0; i < get(ring.sections_reserved) && i < ring.sections_max; i++) {
         if (get(ring.sections[i].epoch) != epoch) continue;
@@ -796,18 +718,18 @@ void kvp_ring_release(void) {
 
 void kvp_ring_seal(int on) { ring.sealed = on; }
 
-void kvp_ring_count(const kvp_record *record) { over(record); }
+void kvp_ring_count(const kvp_record *record) { kvp_ring_over(record); }
 
-int kvp_ring_is_open(void) { return open_epoch() != 0; }
+int kvp_ring_is_open(void) { return kvp_ring_epoch() != 0; }
 
 const char *kvp_ring_path(void) { return ring.path; }
 
 void kvp_ring_after_fork(void) {
     /* the parent's mappings stay: a write that fork interrupted (in a signal handler) must not lose its memory */
-    *ring.alive = (struct alive){0};
+    *kvp_process.alive = (struct kvp_alive){0};
     ring.header = NULL;
     ring.path[0] = 0;
     kvp_thread.section = NULL;
-    kvp_thread.attaching = 0;
+    attaching = 0;
     opening = 0;
 }

@@ -7,6 +7,10 @@
 
 #define KVP_HIDDEN __attribute__((visibility("hidden")))
 
+/* The driver's work evicts code, too: what every call runs lies together, without what few calls run in between. */
+#define KVP_HOT __attribute__((hot))
+#define KVP_RARE __attribute__((cold, noinline))
+
 /* dlopen aligns an initial-exec variable as the C library aligns a thread's control block, and refuses one that wants
  * more: 64 bytes on x86-64, 16 on aarch64. */
 #if defined(__x86_64__)
@@ -18,19 +22,26 @@
 struct kvp_thread {
     uint64_t ticks, ns, scale; /* the clock's base pair; scale: ns per tick, 32.32 fixed point */
     void *section;             /* ring.c: this thread's section, and the epoch of the file it is in */
+    void *marked;              /* interposer: the stream that it submitted to last, in marks.c */
+    uint64_t launches;         /* interposer: kernel launches that this thread has made */
     uint32_t epoch;
-    uint32_t attaching; /* ring.c: a signal handler's call while this thread makes its section */
-    uint32_t node;      /* interposer: NUMA node of the host side of this copy, plus one; 0 where it is not known */
-    uint32_t ended;     /* interposer: the newest timed call's end, in 1024 ns; 0: there was none */
-    uint64_t launches;  /* interposer: kernel launches that this thread has made */
-    uint32_t mark;      /* interposer: this call's return wants kvp_mark_after */
-    uint32_t inside;    /* interposer: the runtime's own calls to the driver belong to the call that made them */
+    uint32_t ended;  /* interposer: the newest timed call's end, in 1024 ns; 0: there was none */
+    uint16_t node;   /* interposer: NUMA node of the host side of this copy, plus one; 0 where it is not known */
+    uint16_t mark;   /* interposer: this call's return wants kvp_mark_after */
+    uint32_t inside; /* interposer: the runtime's own calls to the driver belong to the call that made them */
 } KVP_THREAD_ALIGNED;
 
-extern KVP_HIDDEN __thread struct kvp_thread kvp_thread __attribute__((tls_model("initial-exec")));
-extern KVP_HIDDEN uint64_t kvp_renew_ticks;
+/* What it needs of its process, in another. */
+struct kvp_process {
+    uint64_t renew_ticks;    /* clock.c */
+    struct kvp_alive *alive; /* ring.c: what the kernel makes 0 in a child */
+    uint64_t slow_ns;        /* ring.c */
+} __attribute__((aligned(64)));
 
-KVP_HIDDEN uint64_t kvp_renew_clock(void);
+extern KVP_HIDDEN __thread struct kvp_thread kvp_thread __attribute__((tls_model("initial-exec")));
+extern KVP_HIDDEN struct kvp_process kvp_process;
+
+KVP_HIDDEN KVP_RARE uint64_t kvp_renew_clock(void);
 
 static inline uint64_t kvp_ticks(void) {
 #if defined(__x86_64__)
@@ -48,7 +59,7 @@ static inline uint64_t kvp_ticks(void) {
 static inline uint64_t kvp_clock(void) {
     const struct kvp_thread *t = &kvp_thread;
     uint64_t passed = kvp_ticks() - t->ticks;
-    if (__builtin_expect(passed > kvp_renew_ticks || !t->scale, 0)) return kvp_renew_clock();
+    if (__builtin_expect(passed >= kvp_process.renew_ticks, 0)) return kvp_renew_clock(); /* a thread's first, too */
     return t->ns + ((passed * t->scale) >> 32); /* passed < 2 ms of ticks: no overflow */
 }
 
