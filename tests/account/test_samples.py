@@ -18,6 +18,7 @@ from kvprobe.reporting.account import account_lines
 US, MS = 1_000, 1_000_000
 WATCHED, WATCHED_EVERY = 12 * MS, 90 * MS
 SPENT = REASONS.index("the budget of marks was spent")
+UNSEEN = REASONS.index("when a run ended could not be seen")
 
 
 def slowed(begin: float, ns: float, marks: float) -> int:
@@ -31,6 +32,13 @@ def slowed(begin: float, ns: float, marks: float) -> int:
         if begin + ns * times <= edge:
             return int(begin + ns * times)
         ns, begin = ns - (edge - begin) / times, edge
+
+
+def around(one: tuple[int, int], holes: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """A stretch without the holes in it."""
+    inside = [hole for hole in holes if one[0] < hole[0] and hole[1] < one[1]]
+    edges = [one[0], *(edge for hole in inside for edge in hole), one[1]]
+    return list(zip(edges[::2], edges[1::2], strict=True))
 
 
 class Program:
@@ -63,8 +71,10 @@ class Program:
             at += 10 * US + load + kernel + python
         self.end = at
 
-    def account(self, stretches: list[tuple[int, int]] | None = None) -> GpuAccount:
-        """As it was recorded in some stretches, or throughout."""
+    def account(
+        self, stretches: list[tuple[int, int]] | None = None, holes: list[tuple[int, int]] | None = None
+    ) -> GpuAccount:
+        """As it was recorded in some stretches, or throughout; in `holes` of them something was missed."""
         names = ["", "cudaMemcpyAsync", "cudaStreamSynchronize", *REASONS[1:]]
         recording = Recording([Source("made", "trace")], names=names)
         seen = stretches or [(0, self.end)]
@@ -99,7 +109,9 @@ class Program:
                 "count": np.ones(len(spans)),
             },
         )
-        coverage = [(*one, 0, 0) for one in seen] + [(*one, 2 + SPENT, PAUSED) for one in pauses]
+        missed = holes or []
+        parts = [(*pair, 0, 0) for one in seen for pair in around(one, missed)]
+        coverage = parts + [(*one, 2 + SPENT, PAUSED) for one in pauses] + [(*one, 2 + UNSEEN, 0) for one in missed]
         rows = np.array(sorted(coverage))
         columns = ("start_ns", "end_ns", "reason", "stopped")
         recording.tables["coverage"] = Table("coverage", {name: rows[:, i] for i, name in enumerate(columns)})
@@ -189,6 +201,18 @@ def test_too_few_stretches_tell_nothing() -> None:
     gpu = program.account(stretches(program.end, 3, apart=500 * MS))
     assert 0 < gpu.samples.count < 8 and gpu.samples.ns == 0
     assert unknown(gpu) > 0.9 and gpu.to_json()["by_samples_error_ns"] == 0
+
+
+def test_a_hole_in_a_stretch_is_not_known_and_makes_no_line_wrong() -> None:
+    """In every second stretch half a millisecond to two was missed: that differs, what the GPU did does not."""
+    program, chance = Program(2.4, 8, alike=0.05), random.Random(8)
+    seen = stretches(program.end, 8, apart=160 * MS, length=10 * MS)
+    holes = [(at + 3 * MS, at + 3 * MS + int(chance.uniform(3, 6) * MS)) for at, _ in seen[::2]]
+    truth, gpu = program.account(), program.account(seen, holes)
+    error = gpu.samples.error_ns / gpu.window_ns
+    assert gpu.samples.ns and unknown(gpu) > 0.1
+    for line in (Line.COMPUTING, *COPIES, Line.PYTHON):
+        assert -error - unknown(gpu) < gpu.share(line) - truth.share(line) < error, line
 
 
 def few_and_long(end: int, seed: int, pauses: int, hidden: float) -> list[tuple[int, int]]:
