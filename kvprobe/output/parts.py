@@ -41,8 +41,8 @@ class GpuJson(TypedDict):
     """Where one GPU's time went: the lines add up to window_ns. from_ns and to_ns are on the recorder's own clock.
 
     waiting_for_copies_ns, waiting_for_host_ns: by line; not_known_ns: by reason. More lines may come.
-    by_samples_ns: of all lines, what was not seen and is told by stretches before and after; by_samples_error_ns: how
-    far a line may be from the truth for that.
+    by_samples_ns: of all lines, what was not seen and is told by stretches before and after, or by later calls where
+    calls were not kept; by_samples_error_ns: how far a line may be from the truth for that.
     """
 
     gpu: int

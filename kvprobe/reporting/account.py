@@ -55,13 +55,14 @@ def _link(gpu: GpuAccount, line: Line) -> str:
 
 
 def _sampled(gpu: GpuAccount, line: Line) -> str:
-    """How much of a line is known by samples alone, and how far it may be off."""
+    """How much of a line is known by samples or by later calls alone, and how far it may be off."""
     cut = gpu.stretches
     ns = cut.sum_ns(cut.sampled & (cut.line == line))
     if ns < SHOWN * gpu.window_ns or not ns:
         return ""
     error = percent(gpu.samples.error_ns / gpu.window_ns)
-    return f" ({percent(ns / gpu.window_ns)} by {gpu.samples.count} samples, ± {error})"
+    by = [f"{gpu.samples.count} samples"] * bool(gpu.samples.ns) + ["later calls"] * bool(gpu.samples.host_ns)
+    return f" ({percent(ns / gpu.window_ns)} by {' and '.join(by)}, ± {error})"
 
 
 def account_lines(account: Account) -> list[str]:

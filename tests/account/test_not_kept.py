@@ -7,12 +7,13 @@ import random
 import numpy as np
 import pytest
 
-from kvprobe.account import GpuAccount, Line, account_of
+from kvprobe.account import Account, GpuAccount, Line, account_of
 from kvprobe.account.lines import Unknown
 from kvprobe.account.samples import MOST
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.model import CallKind, Direction, Engine, Recording, Source, Table
 from kvprobe.recordings.serving import ServingWindow
+from kvprobe.reporting.account import account_lines
 
 US, MS = 1_000, 1_000_000
 STEPS = 500
@@ -81,6 +82,8 @@ def test_time_in_calls_that_were_not_kept_is_not_said_to_be_the_threads_own(seed
     assert truth.share(Line.SUBMITTING) > 0.2
     for line in Line:
         assert gpu.share(line) == pytest.approx(truth.share(line), abs=0.02), line
+    (submitting,) = (one for one in account_lines(Account([gpu], [])) if "submitting" in one)
+    assert " by later calls, ± " in submitting
     told = gpu.to_json()
     assert told["by_samples_ns"] > 0.3 * gpu.window_ns and told["by_samples_error_ns"] < MOST * gpu.window_ns
 
