@@ -410,3 +410,65 @@ for ends in (None, *others):
     begins, ends = np.sort(seen["start_ns"][paused]), np.sort(seen["end_ns"][paused])
     lasted = begins[1:] - ends[:-1]
     assert len(lasted) > 2 and lasted.min() >= 5_000_000
+
+
+STEPPED = """
+import ctypes as ct
+now = d.lib.kvhostNow
+now.restype = ct.c_uint64
+def kernels(until):
+    while now() < until:
+        d.launch(20_000)
+        d.sync(d.compute)
+        d.check(d.lib.kvhostAdvance(ct.c_uint64(now() + 30_000)))
+begin = now()
+kernels(begin + 40_000_000)
+"""
+
+
+def kernels_of(recording: Recording) -> tuple[np.ndarray, np.ndarray]:
+    """When each kernel of 20 us began, from the first of them on, and how long it seems to have run, ns."""
+    spans = recording.spans
+    mine = np.flatnonzero((spans["engine"] == Engine.KERNEL) & (spans["count"] == 1))
+    start, took = spans["start_ns"][mine], (spans["end_ns"] - spans["start_ns"])[mine]
+    return (start - start[took > 10_000].min())[took > 10_000], took[took > 10_000]
+
+
+def test_a_device_clock_that_steps_is_placed_again_soon(libraries: Path, tmp_path: Path) -> None:
+    """What was best before it stepped is not kept for long: kernels would seem to end 10 us later."""
+    body = (
+        STEPPED
+        + """
+d.lib.kvhostStepDeviceClock(ct.c_int64(10_000))
+kernels(begin + 240_000_000)
+"""
+    )
+    start, took = kernels_of(recorded(libraries, tmp_path, body))
+    assert took[start < 35_000_000] == pytest.approx(20_000, abs=3_000)
+    assert took[(start > 40_000_000) & (start < 60_000_000)].max() > 27_000  # it did step
+    assert len(took[start > 150_000_000]) > 500
+    assert took[start > 150_000_000] == pytest.approx(20_000, abs=3_000)
+
+
+def test_the_clock_is_placed_anew_behind_a_pause(libraries: Path, tmp_path: Path) -> None:
+    """The device's clock steps in a pause, and the stretch behind it is shorter than what was best is kept."""
+    body = (
+        STEPPED.replace("begin = now()", "other = d.stream()\nd.launch(500, other)\nbegin = now()")
+        + """
+for _ in range(500):
+    for _ in range(20):
+        d.launch(500)
+        d.copy(d.device, d.host, 256, 1, d.compute)
+    d.sync(d.compute)
+d.check(d.lib.kvhostAdvance(ct.c_uint64(now() + 700_000_000)))
+d.lib.kvhostStepDeviceClock(ct.c_int64(10_000))
+d.check(d.lib.cudaStreamDestroy(ct.c_void_p(other)))
+kernels(now() + 20_000_000)
+"""
+    )
+    recording = recorded(libraries, tmp_path, body)
+    assert (recording.coverage["stopped"] == PAUSED).sum() >= 1
+    start, took = kernels_of(recording)
+    behind = start > 700_000_000
+    assert behind.sum() > 100
+    assert took[behind][20:] == pytest.approx(20_000, abs=3_000)

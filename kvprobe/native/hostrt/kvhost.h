@@ -101,6 +101,8 @@ KVP_EXPORT cudaError_t kvhostReset(const kvhost_config *config);
 
 /* The time in ns: virtual, or kvp_now_ns where the clock is real. */
 KVP_EXPORT uint64_t kvhostNow(void);
+/* From now on the device's own clock, by which events are timed, is so far ahead, as when a driver sets it. */
+KVP_EXPORT void kvhostStepDeviceClock(int64_t ns);
 /* 1: the clock is virtual. */
 KVP_EXPORT int kvhostIsVirtual(void);
 

@@ -420,6 +420,20 @@ KVP_EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t handle) {
     KVH_LEAVE(kvh_wait_event(c, find_event(c->rt, handle)));
 }
 
+static _Atomic uint64_t stepped_at;
+static _Atomic int64_t step_ns;
+
+void kvhostStepDeviceClock(int64_t ns) {
+    atomic_store(&step_ns, ns);
+    atomic_store(&stepped_at, kvhostNow());
+}
+
+/* What the device's own clock says at an instant of ours. */
+static int64_t on_device(uint64_t time_ns) {
+    uint64_t at = atomic_load(&stepped_at);
+    return (int64_t)time_ns + (at && time_ns >= at ? atomic_load(&step_ns) : 0);
+}
+
 cudaError_t kvh_event_elapsed(call *c, float *ms, cudaEvent_t from, cudaEvent_t to) {
     if (!ms) return cudaErrorInvalidValue;
     cudaError_t error = cudaErrorInvalidResourceHandle;
@@ -427,7 +441,7 @@ cudaError_t kvh_event_elapsed(call *c, float *ms, cudaEvent_t from, cudaEvent_t 
     event *a = find_event(c->rt, from), *b = find_event(c->rt, to);
     if (a && b && a->marker && b->marker && !((a->flags | b->flags) & cudaEventDisableTiming)) {
         error = a->marker->done && b->marker->done ? cudaSuccess : cudaErrorNotReady;
-        if (!error) *ms = (float)((double)(int64_t)(b->marker->time_ns - a->marker->time_ns) / 1e6);
+        if (!error) *ms = (float)((double)(on_device(b->marker->time_ns) - on_device(a->marker->time_ns)) / 1e6);
     }
     kvh_unlock(c->rt);
     return error;

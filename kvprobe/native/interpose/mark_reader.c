@@ -5,7 +5,8 @@
  * least the largest difference (beginning of the call, time of the mark) there is; a mark in an idle stream comes near
  * to it (MARK_PROBE). What a record takes its caller is added: then a mark in an idle stream lies at its call's return,
  * and so does the beginning of what is submitted to one. Nothing has to be synchronised, nor a stream of our own to be
- * made, which would take a channel.
+ * made, which would take a channel. Either clock may step: what was largest long ago, or before a pause, is not kept,
+ * or all that ends seems to end so much later.
  *
  * In simulated time (the host runtime's) there is no thread: the program's own waits read, so that a history stays the
  * same on every machine. */
@@ -25,7 +26,9 @@
 #define SLOW_TICK_NS 5000000u
 #define SECOND 1000000000ull
 #define WHILE_NS 200000000u /* after it clocks may have drifted apart */
-#define DRY_NS 1500u        /* a mark that was reached so soon found its stream idle */
+#define SOON_NS 50000000u   /* the same where PROBES were read: by 16 us within 25 ms, as was seen beside an H100 */
+#define PROBES 4
+#define DRY_NS 1500u /* a mark that was reached so soon found its stream idle */
 #define RELATIVE_NS                                                                                                    \
     1500e6                   /* from here on a float of milliseconds is too coarse: another mark becomes the reference \
                               */
@@ -131,17 +134,30 @@ static double time_of(struct mark_context *c, struct mark *m) {
     return c->reference_ns + (double)ms * 1e6;
 }
 
+/* From now on offset_ns holds; the best of the probes to come replaces it. */
+static void begin_while(struct mark_context *c, uint64_t now) {
+    c->probed_ns = 0;
+    c->probes = 0;
+    c->probe_until_ns = now + WHILE_NS;
+}
+
 static void place_clock(struct mark_context *c, const struct mark *m, double t) {
     double took = (double)(m->return_ns - m->entry_ns), difference = (double)m->entry_ns - t;
     if (!c->call_ns) c->call_ns = took < 1500 ? took : 1500;
     c->call_ns += (took < 2 * c->call_ns ? took - c->call_ns : c->call_ns) / 16;
     difference += c->call_ns;
+    int probes = m->flags & MARK_PROBE && took <= 2 * c->call_ns; /* its caller kept its CPU */
+    if (probes && c->anew) {
+        c->offset_ns = difference;
+        c->anew = 0;
+    }
     if (!c->reference || difference > c->offset_ns) c->offset_ns = difference;
     if (m->flags & MARK_PROBE && (!c->probed_ns || difference > c->probed_ns)) c->probed_ns = difference;
-    if (m->return_ns > c->probe_until_ns) { /* what was best long ago is not kept */
+    c->probes += probes;
+    uint64_t until = c->probe_until_ns - (c->probes >= PROBES ? WHILE_NS - SOON_NS : 0);
+    if (m->return_ns > until) { /* what was best long ago is not kept */
         if (c->probed_ns) c->offset_ns = c->probed_ns;
-        c->probed_ns = 0;
-        c->probe_until_ns = m->return_ns + WHILE_NS;
+        begin_while(c, m->return_ns);
     }
 }
 
@@ -290,6 +306,9 @@ static void resume(uint64_t now) {
         struct mark_context *c = &kvp_mark_contexts[i];
         if (c->ready) write_coverage(c, paused_ns, now, atomic_load(&why_paused));
         put(c->from_ns, c->written_ns = now);
+        put(c->probe_at, 0);
+        begin_while(c, now);
+        c->anew = c->placed;
     }
     atomic_store(&paused_ns, 0);
     atomic_store(&kvp_watch.marks, 1);

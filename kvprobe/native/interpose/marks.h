@@ -138,6 +138,8 @@ struct mark_context {
     double reference_ns;               /* device's clock: 0 is its first mark */
     double offset_ns, probed_ns;       /* host's minus device's clock; the best of the probes since a while, 0: none */
     int placed;                        /* a probe was read: before that offset_ns may be far too small */
+    int probes;                        /* that were read in this while */
+    int anew;                          /* the next one places the clock, whatever it was before a pause */
     double call_ns;                    /* what a record usually takes its caller */
     uint64_t probe_until_ns, probe_at; /* when that while ends; the newest probe */
     uint64_t from_ns, written_ns;      /* coverage: since when; what is in the ring of it */
