@@ -4,18 +4,18 @@
  * copy in turn, at less than half of the link's rate. But where an allocator's memory is to be backed up is known when
  * it is mapped: torch_memory_saver says so itself, of vLLM's allocator its adapter does. So for each range that such an
  * allocator maps, a thread makes a buffer of the size that will be asked for, and puts it among those that are kept,
- * within their budget: nothing is let go for it.
+ * within their budget: nothing is let go for it. A second thread registers the buffers.
  *
  * - Nothing is prepared for a program that has no such allocator; no thread is there.
  * - A range is prepared for once: when it is mapped the first time. Where it is unmapped and its buffer was not asked
  *   for, the buffer goes after a second; so it does under pressure, and with its context, and is not made again.
- * - The pages come first, in the order in which the ranges were mapped: they are what takes longest, and up to four
- *   threads make them in small pieces, without any lock of the driver's. The registration, one call a buffer, is 20 to
- *   30 ms a GiB, which other threads wait for: between two of them lies three times as much as one takes.
- * - When the sleep has begun there is no such care. The thread makes what pages are missing, those that are asked for
- *   first, as fast as they can be made; the program waits for them, no longer than the runtime would take, registers
- *   them, and copies while the next ones are made. Only then does the thread register ahead of it.
- * - A child of a fork does not have it; an exit waits for one piece, or one registration. */
+ * - The pages, in the order in which the ranges were mapped, are what takes longest: up to four threads make them in
+ *   small pieces, without any lock of the driver's. The registration beside that, one call a buffer, is 20 to 60 ms a
+ *   GiB, which other threads wait for: between two of them lies three times as much as one takes.
+ * - When the sleep has begun there is no such care. The first thread makes what pages are missing, those that are asked
+ *   for first, as fast as they can be made; the program waits for them, no longer than the runtime would take,
+ * registers them, and copies while the next ones are made. Only then does the second thread register ahead of it.
+ * - A child of a fork has neither; an exit waits for one piece, and one registration. */
 #define _GNU_SOURCE
 #include "prepare.h"
 
@@ -62,10 +62,11 @@ typedef struct {
 
 static const char *folder;
 static struct {
-    pthread_mutex_t lock, working; /* of what follows; held while a buffer is made or let go */
-    pthread_cond_t changed, made;  /* something is to be done; what was being done has ended */
-    pthread_t thread;
-    int running; /* the thread is there */
+    pthread_mutex_t lock;                /* of what follows */
+    pthread_mutex_t making, registering; /* held meanwhile; both while a buffer is let go, in this order */
+    pthread_cond_t changed, made;        /* something is to be done; what was being done has ended */
+    pthread_t maker, registrar;
+    int running; /* both threads are there */
     void *context;
     range *ranges;
     size_class *sizes;
@@ -74,13 +75,14 @@ static struct {
     uint64_t asked_ns, idle_ns;     /* when a buffer was last asked for; since when some are too many */
     uint64_t asked_bytes, paced_ns; /* how large it was; until when nothing is registered */
     uint64_t turns;                 /* how often something was made, or could not be */
-    void *registering;
+    void *in_registration;
     uint32_t threads;
     int failed; /* the pages that were tried last could not be had */
     uint64_t prepared_bytes, used_bytes, given_up_bytes, took_ns;
     uint32_t prepared, used, given_up;
     int told, told_end;
-} state = {.lock = PTHREAD_MUTEX_INITIALIZER, .working = PTHREAD_MUTEX_INITIALIZER};
+} state = {
+    .lock = PTHREAD_MUTEX_INITIALIZER, .making = PTHREAD_MUTEX_INITIALIZER, .registering = PTHREAD_MUTEX_INITIALIZER};
 static atomic_int stop;  /* what is being made is not to be finished */
 static atomic_int ended; /* no more is prepared */
 
@@ -156,10 +158,10 @@ static void no_longer_wanted(range *r) {
         size->taken--;
     else if (size->wanted)
         size->wanted--;
-    pthread_cond_signal(&state.changed);
+    pthread_cond_broadcast(&state.changed);
 }
 
-/* ---- the thread -------------------------------------------------------------------------------------------------- */
+/* ---- the threads ------------------------------------------------------------------------------------------------- */
 
 /* Lock held. Until something changes, or for so long; 0: for as long as it takes. */
 static void rest(uint32_t ms) {
@@ -204,30 +206,30 @@ static void *unregistered(void) {
     return NULL;
 }
 
-/* Lock held; without it meanwhile: pages of so many bytes, or the registration of `memory`. */
-static int make(uint64_t bytes, void *memory) {
-    struct preparing what = {bytes, state.context, is_hurry() ? 0 : state.threads, &stop};
-    state.registering = memory;
+/* Lock held; without it meanwhile: what is made is of a context that is there for so long. */
+static int work(int (*made_of)(const void *what, void *context), const void *what, pthread_mutex_t *working,
+                uint64_t *took_ns) {
+    void *context = state.context;
     pthread_mutex_unlock(&state.lock);
-    pthread_mutex_lock(&state.working);
+    pthread_mutex_lock(working);
     uint64_t began = kvp_clock();
-    int made = 0;
-    if (still_there(what.context) && !atomic_load(&stop))
-        made = memory ? kvp_recycle_register(memory, what.context) : kvp_recycle_prepare(&what);
-    uint64_t took = kvp_clock() - began;
-    pthread_mutex_unlock(&state.working);
+    int made = still_there(context) && !atomic_load(&stop) ? made_of(what, context) : 0;
+    *took_ns = kvp_clock() - began;
+    pthread_mutex_unlock(working);
     pthread_mutex_lock(&state.lock);
-    if (made > 0) state.took_ns += took;
-    if (memory) {
-        state.paced_ns = kvp_clock() + (made > 0 ? PACE * took : RETRY_MS * 1000000u);
-        for (uint32_t i = 0; i < state.buffer_count; i++)
-            if (state.buffers[i].memory == memory) state.buffers[i].registered |= made > 0;
-    } else
-        state.failed = !made;
-    state.registering = NULL;
+    if (made > 0) state.took_ns += *took_ns;
     state.turns++;
-    pthread_cond_broadcast(&state.made);
     return made;
+}
+
+static int pages_of(const void *what, void *context) {
+    struct preparing preparing = *(const struct preparing *)what;
+    preparing.context = context;
+    return kvp_recycle_prepare(&preparing);
+}
+
+static int registration_of(const void *what, void *context) {
+    return kvp_recycle_register(*(void *const *)what, context);
 }
 
 /* Lock held. */
@@ -237,24 +239,39 @@ static void no_more(void) {
     atomic_store(&ended, 1);
 }
 
-/* Lock held; without it meanwhile. 1: there was something, and it was done. */
-static int do_next(void) {
+/* Lock held; without it meanwhile. 1: there were pages to make. */
+static int make_next(void) {
+    uint64_t bytes = missing(), took_ns;
+    if (!bytes) return 0;
+    struct preparing what = {bytes, NULL, is_hurry() ? 0 : state.threads, &stop};
+    int made = work(pages_of, &what, &state.making, &took_ns);
+    state.failed = !made;
+    pthread_cond_broadcast(&state.made);
+    pthread_cond_broadcast(&state.changed);
+    if (made < 0) no_more();
+    if (!made && state.running > 0) rest(RETRY_MS);
+    return 1;
+}
+
+/* Lock held; without it meanwhile. 1: there was something to register. */
+static int register_next(void) {
     int hurry = is_hurry();
-    uint64_t bytes = missing(), now = kvp_clock();
+    uint64_t now = kvp_clock(), took_ns;
     void *memory = unregistered();
-    if (bytes && !state.failed && (hurry || now < state.paced_ns)) memory = NULL;
-    if (memory && !hurry && now < state.paced_ns) {
+    if (!memory || (hurry && !state.failed && missing())) return 0;
+    if (!hurry && now < state.paced_ns) {
         rest((uint32_t)((state.paced_ns - now) / 1000000) + 1);
         return 1;
     }
-    if (!memory && !bytes) return 0;
-    int made = make(bytes, memory);
+    state.in_registration = memory;
+    int made = work(registration_of, &memory, &state.registering, &took_ns);
+    state.paced_ns = kvp_clock() + (made > 0 ? PACE * took_ns : RETRY_MS * 1000000u);
+    for (uint32_t i = 0; i < state.buffer_count; i++)
+        if (state.buffers[i].memory == memory) state.buffers[i].registered |= made > 0;
+    state.in_registration = NULL;
+    pthread_cond_broadcast(&state.made);
     if (made < 0) no_more();
-    if (state.running <= 0) return 1;
-    if (!made && !memory)
-        rest(RETRY_MS);
-    else if (memory && hurry)
-        rest(TURN_MS);
+    if (state.running > 0 && hurry) rest(TURN_MS);
     return 1;
 }
 
@@ -274,9 +291,11 @@ static int let_one_go(void) {
     if (over && !state.idle_ns) state.idle_ns = kvp_clock();
     if (!memory) return 0;
     pthread_mutex_unlock(&state.lock);
-    pthread_mutex_lock(&state.working);
+    pthread_mutex_lock(&state.making);
+    pthread_mutex_lock(&state.registering);
     kvp_recycle_unprepare(memory);
-    pthread_mutex_unlock(&state.working);
+    pthread_mutex_unlock(&state.registering);
+    pthread_mutex_unlock(&state.making);
     pthread_mutex_lock(&state.lock);
     return 1;
 }
@@ -286,7 +305,7 @@ static uint32_t few_threads(void) {
     return threads < FEWEST_THREADS ? FEWEST_THREADS : threads > MOST_THREADS ? MOST_THREADS : threads;
 }
 
-static void *prepare(void *unused) {
+static void *make(void *unused) {
     (void)unused;
     prctl(PR_SET_NAME, "kvprobe-prepare");
     kvp_thread.inside = IN_RUNTIME; /* what it calls is not the program's */
@@ -294,7 +313,7 @@ static void *prepare(void *unused) {
     pthread_mutex_lock(&state.lock);
     state.threads = threads;
     while (state.running > 0) {
-        if ((atomic_load(&ended) || !do_next()) && !let_one_go()) rest(state.idle_ns ? RETRY_MS : 0);
+        if ((atomic_load(&ended) || !make_next()) && !let_one_go()) rest(state.idle_ns ? RETRY_MS : 0);
         if (!atomic_load(&ended) && state.given_up_bytes > VAIN_BYTES + IN_VAIN * state.used_bytes) {
             no_more();
             kvp_decision(folder, "rollback", "prepared", "as it is", 0,
@@ -306,8 +325,19 @@ static void *prepare(void *unused) {
     return NULL;
 }
 
+static void *register_made(void *unused) {
+    (void)unused;
+    prctl(PR_SET_NAME, "kvprobe-register");
+    kvp_thread.inside = IN_RUNTIME;
+    pthread_mutex_lock(&state.lock);
+    while (state.running > 0)
+        if (atomic_load(&ended) || !register_next()) rest(0);
+    pthread_mutex_unlock(&state.lock);
+    return NULL;
+}
+
 /* Lock held. */
-static void have_thread(void) {
+static void have_threads(void) {
     sigset_t were;
     if (atomic_load(&ended)) return;
     if (!state.running) {
@@ -318,10 +348,13 @@ static void have_thread(void) {
         pthread_cond_init(&state.made, &attributes);
         pthread_condattr_destroy(&attributes);
         kvp_block_signals(&were);
-        state.running = !pthread_create(&state.thread, NULL, prepare, NULL);
+        if (!pthread_create(&state.registrar, NULL, register_made, NULL)) {
+            state.running = !pthread_create(&state.maker, NULL, make, NULL);
+            if (!state.running) pthread_detach(state.registrar); /* it has ended already, or does at once */
+        }
         pthread_sigmask(SIG_SETMASK, &were, NULL);
     }
-    if (state.running) pthread_cond_signal(&state.changed);
+    if (state.running) pthread_cond_broadcast(&state.changed);
 }
 
 /* ---- start and end ----------------------------------------------------------------------------------------------- */
@@ -334,25 +367,28 @@ void kvp_prepare_stop(void) {
     int was = state.running;
     state.running = 0;
     no_more();
-    if (was) pthread_cond_signal(&state.changed), pthread_cond_broadcast(&state.made);
+    if (was) pthread_cond_broadcast(&state.changed), pthread_cond_broadcast(&state.made);
     pthread_mutex_unlock(&state.lock);
-    if (was) pthread_join(state.thread, NULL);
+    if (was) pthread_join(state.maker, NULL), pthread_join(state.registrar, NULL);
 }
 
 void kvp_prepare_forget(void) {
     atomic_store(&stop, 1);
-    pthread_mutex_lock(&state.working);
+    pthread_mutex_lock(&state.making);
+    pthread_mutex_lock(&state.registering);
     pthread_mutex_lock(&state.lock);
     state.range_count = state.size_count = 0;
     state.context = NULL;
     pthread_mutex_unlock(&state.lock);
     if (!atomic_load(&ended)) atomic_store(&stop, 0);
-    pthread_mutex_unlock(&state.working);
+    pthread_mutex_unlock(&state.registering);
+    pthread_mutex_unlock(&state.making);
 }
 
 void kvp_prepare_in_child(void) {
     pthread_mutex_init(&state.lock, NULL);
-    pthread_mutex_init(&state.working, NULL);
+    pthread_mutex_init(&state.making, NULL);
+    pthread_mutex_init(&state.registering, NULL);
     state.running = 0;
     state.range_count = state.size_count = state.buffer_count = state.prepared = 0;
     atomic_store(&ended, 1);
@@ -384,7 +420,7 @@ void kvp_prepare_mapped(uint64_t address, uint64_t bytes, const void *caller) {
         state.ranges[state.range_count++] = (range){address, bytes, wanted};
         size->wanted++;
         state.context = context;
-        have_thread();
+        have_threads();
     }
     pthread_mutex_unlock(&state.lock);
     errno = was;
@@ -442,7 +478,7 @@ void kvp_prepare_taken(void *memory) {
         state.used_bytes += bytes;
         state.asked_ns = kvp_clock();
         state.asked_bytes = 0; /* it has it: the next one is looked for in order */
-        if (state.running > 0) pthread_cond_signal(&state.changed);
+        if (state.running > 0) pthread_cond_broadcast(&state.changed);
     }
     int tell = bytes && !state.told++;
     pthread_mutex_unlock(&state.lock);
@@ -471,11 +507,11 @@ int kvp_prepare_awaits(uint64_t bytes, uint64_t *turn, uint64_t until_ns) {
     if (size && (size->wanted || size->ready)) {
         state.asked_ns = kvp_clock();
         state.asked_bytes = bytes;
-        pthread_cond_signal(&state.changed);
+        pthread_cond_broadcast(&state.changed);
         look = *turn != state.turns; /* since it looked */
         int comes = !atomic_load(&ended) && !state.failed && size->wanted > size->ready;
         for (uint32_t i = 0; i < state.buffer_count && !comes; i++)
-            comes = state.buffers[i].bytes == bytes && state.buffers[i].memory == state.registering;
+            comes = state.buffers[i].bytes == bytes && state.buffers[i].memory == state.in_registration;
         struct timespec until = {(time_t)(until_ns / 1000000000u), (long)(until_ns % 1000000000u)};
         if (!look && comes) look = !pthread_cond_timedwait(&state.made, &state.lock, &until);
         *turn = state.turns;
