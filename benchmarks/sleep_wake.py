@@ -55,7 +55,7 @@ SIZES_MIB = (512, 128, 64, 20, 20, 2)  # torch's segments, as a model's weights 
 TO_DEVICE, TO_HOST = 1, 2
 SECOND, FIRST, FASTER, HEALTHY = 0.85, 0.60, 5.0, 1.01
 FIRST_AFTER_S = 5.0  # it is judged from then on
-AS_IT_IS_BYTES, AS_IT_IS_SLEEPS, HEALTHY_BYTES, HEALTHY_SLEEPS = 6 * GIB, 3, 4 * GIB, 16
+AS_IT_IS_BYTES, AS_IT_IS_SLEEPS, HEALTHY_BYTES, HEALTHY_SLEEPS = 6 * GIB, 3, 4 * GIB, 64
 PINNED = 2  # flags of cudaHostAlloc that no backup has
 STEP_BYTES, BETWEEN_STEPS_S = 4096, 0.0001
 

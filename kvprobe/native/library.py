@@ -187,6 +187,7 @@ class MethodTable(ct.Structure):
         ("rows", u32 * 2),
         ("measured", u32),
         ("max_slowdown", ct.c_float),
+        ("near", ct.c_float),
         ("paced_store", u64),
         ("row", MethodRow * CHOOSE_ROWS * 2),
     ]

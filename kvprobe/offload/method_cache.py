@@ -55,7 +55,7 @@ def table_of(result: dict[str, Any]) -> MethodTable:
         KvprobeError: it is none.
     """
     table = MethodTable()
-    table.measured, table.max_slowdown = 1, 0.03
+    table.measured, table.max_slowdown, table.near = 1, 0.03, 1.03
     try:
         if result["format"] != FORMAT:
             raise ValueError(result["format"])

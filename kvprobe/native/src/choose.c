@@ -4,7 +4,7 @@
 #include <math.h>
 #include <string.h>
 
-#define NEAR 1.03 /* rows within 3% of the first one count as equally fast: more CTAs cost the model more */
+#define NEAR 1.03f
 #define MAX_SLOWDOWN 0.03f
 
 /* ---- asking ------------------------------------------------------------------------------------------------------ */
@@ -37,7 +37,7 @@ int kvp_choose_row(const kvp_method_table *table, uint32_t methods, const float 
     }
     double best = INFINITY;
     for (uint32_t i = 0; i < rows; i++) {
-        if (!(ns[i] <= first * NEAR) || isinf(ns[i])) continue;
+        if (!(ns[i] <= first * (double)table->near) || isinf(ns[i])) continue;
         if (chosen < 0 || row[i].ctas < row[chosen].ctas || (row[i].ctas == row[chosen].ctas && ns[i] < best))
             chosen = (int)i, best = ns[i];
     }
@@ -92,6 +92,7 @@ void kvp_method_table_default(kvp_method_table *t, const kvp_copier *c) {
                    {16, 0.30f, {1.1f, 2.5f}, {25, 24}, {3, 3}, {49.8, 51.0}}};
     memset(t, 0, sizeof *t);
     t->max_slowdown = MAX_SLOWDOWN;
+    t->near = NEAR;
     for (int d = 0; d < 2; d++) {
         const kvp_copy_kernel *kernel = d ? &c->store_kernel : &c->load_kernel;
         fill(add(t, d, KVP_LOOP, 0, 0, 0), 4000, 2400, 55.0, 0, 1040);

@@ -28,6 +28,7 @@ typedef struct {
     uint32_t rows[2];     /* of loads, of stores */
     uint32_t measured;    /* 0: the figures of an H100, 1: this machine's */
     float max_slowdown;   /* rows above it are not chosen; 0.03 */
+    float near;           /* rows that take up to so many times the first one's time count as equally fast; 1.03 */
     uint64_t paced_store; /* bytes per second of store kernels while compute is seen; 0: as fast as they can */
     kvp_method_row row[2][KVP_CHOOSE_ROWS];
 } kvp_method_table;
@@ -36,8 +37,8 @@ typedef struct {
 KVP_EXPORT void kvp_method_table_default(kvp_method_table *table, const kvp_copier *copier);
 
 /* The method (enum kvp_method) that is done first with `count` copies of `median_copy_bytes` in a direction (KVP_H2D or
- * KVP_D2H), among the rows within max_slowdown; `ctas` receives its CTAs. Of rows within 3% of the first one, the one
- * that takes the fewest CTAs. Never KVP_STAGED, which needs a contiguous host side: ask kvp_choose_among. KVP_LOOP
+ * KVP_D2H), among the rows within max_slowdown; `ctas` receives its CTAs. Of rows that are `near` the first one, the
+ * one that takes the fewest CTAs: more of them cost the model more. Never KVP_STAGED, which needs a contiguous host side: ask kvp_choose_among. KVP_LOOP
  * where the table has no row. Pure: reads the table alone, from any thread. */
 KVP_EXPORT int kvp_choose(const kvp_method_table *table, int direction, uint64_t median_copy_bytes, uint32_t count,
                           uint32_t *ctas);
