@@ -70,7 +70,6 @@ def long_chunks_each_waited_for_before_the_next(d: Device) -> Truth:
 @ninth(
     line=COMPUTING,
     like=("fence_before_copies", "synchronisation", "gpu_starved", "cpu_starved", "weights_not_overlapped"),
-    also=("wasted_stores",),
 )
 def cold_experts_of_the_cpu_beside_hot_ones_that_take_longer(d: Device) -> Truth:
     """A layer's cold experts run on the CPU, in a function of a side stream for 0.5 ms; its hot ones take the GPU 3 ms.
@@ -145,8 +144,8 @@ def gradients_exchanged_bucket_by_bucket_beside_the_backward_pass(d: Device) -> 
 def six_hundred_rows_by_one_batch_call_beside_a_long_step(d: Device) -> Truth:
     """While a step of 8 ms computes, the next one's table gets 600 scattered rows of 512 bytes by one batch call.
 
-    There are two tables, and a step waits by an event for its own. To make the rows and the call takes the thread about
-    1 ms, and the copies take the GPU as long or less; both are over when the step before has some milliseconds to go.
+    There are two tables, and a step waits by an event for its own. To make the rows and the call takes the thread one
+    or two milliseconds, and the copies take the GPU less; both are over when the step before has long to go.
     """
     rows, size, table, stream, step = 600, 512, 2 * MiB, d.copies[4], 0
 
@@ -173,8 +172,8 @@ def six_hundred_rows_by_one_batch_call_beside_a_long_step(d: Device) -> Truth:
 
 @ninth(
     line=COMPUTING,
-    like=("gpu_starved", "python_or_gil_bound", "cpu_starved", "pageable_memory", "launch_queue_saturation"),
-    also=("wasted_stores", "synchronisation"),
+    like=("gpu_starved", "python_or_gil_bound", "cpu_starved", "synchronisation", "launch_queue_saturation"),
+    also=("wasted_stores",),
 )
 def a_background_job_that_fills_the_pauses_of_decode(d: Device) -> Truth:
     """The thread that decodes waits for each step of 0.5 ms and hashes for 1 ms; another one keeps a job on the GPU.
