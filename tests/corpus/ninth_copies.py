@@ -119,6 +119,10 @@ class Cache:
         self.size = (32 if d.gpu else 1) * MiB
         self.room = self.size + 256 * KiB
         self.at = [d.made("cudaMalloc", self.layers * self.room) for _ in range(2)]
+
+    def begin(self) -> None:
+        """Each layer of the first memory gets bytes of its own at its head."""
+        d = self.d
         for layer in range(self.layers):
             d.copy(self.at[0] + layer * self.room, d.host + layer * 64 * KiB, 64 * KiB, H2D, d.compute)
 
@@ -158,6 +162,7 @@ def a_cache_that_is_copied_whole_within_the_device_to_grow_by_a_token(d: Device)
     a step computes for as long: half of the time only these copies run.
     """
     (cache, each), moves, step = MADE.pop("cache"), Stretches(d), 0
+    cache.begin()
     d.spent.restart()
     for step in turns():
         moves.begin()
