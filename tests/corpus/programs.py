@@ -844,6 +844,7 @@ import blind_shapes  # noqa: E402, F401 - they register their programs
 import eighth_shapes  # noqa: E402, F401
 import fresh_shapes  # noqa: E402, F401
 import later_shapes  # noqa: E402, F401
+import ninth_shapes  # noqa: E402, F401
 import other_shapes  # noqa: E402, F401
 import served_shapes  # noqa: E402, F401
 import seventh_shapes  # noqa: E402, F401

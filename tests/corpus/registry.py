@@ -61,8 +61,8 @@ class Program:
         or_lines: lines that a sound account may show as the largest instead, where the border is a matter of wording.
         prepare: done before the recording's window, where the recorder has one: imports, first calls.
         needs_gpu: the host runtime lacks what it uses.
-        series: which set of programs it belongs to; `fresh`, `blind`, `unseen`, `served`, `sixth`, `seventh` and
-            `eighth` ones were written without knowledge of the diagnosis.
+        series: which set of programs it belongs to; `fresh`, `blind`, `unseen`, `served`, `sixth`, `seventh`,
+            `eighth` and `ninth` ones were written without knowledge of the diagnosis.
         blind: recorders that cannot tell its line from others of the same kind (copies, host), nor its causes.
         undecided_in: recorders of which "undecided" is right, too.
     """
@@ -146,6 +146,11 @@ def seventh(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], 
 def eighth(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], Callable[[Device], Truth]]:
     """As `seventh`, for a program of the eighth set."""
     return _plainly("eighth", *causes, calm_share=0.95, **what)
+
+
+def ninth(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], Callable[[Device], Truth]]:
+    """As `served`, for a program of the ninth set; a healthy one has 96% of its window not lost, and is to have 98%."""
+    return _plainly("ninth", *causes, calm_share=0.96, **what)
 
 
 def _plainly(

@@ -17,6 +17,7 @@ from eighth_shapes import EIGHTH
 from fresh_shapes import FRESH
 from grade import FORMATS, grade, unpack
 from later_shapes import LATER
+from ninth_shapes import NINTH
 from programs import PROGRAMS
 from registry import LINES, plain
 from served_shapes import SERVED
@@ -172,7 +173,21 @@ def test_eighth_programs_say_their_truth_and_are_a_set_of_their_own():
     assert not [name for name, one in EIGHTH.items() if {*one.like} & {*one.causes, *one.also}]
 
 
-@pytest.mark.parametrize("programs", [SERVED, SIXTH, SEVENTH, EIGHTH], ids=["served", "sixth", "seventh", "eighth"])
+def test_ninth_programs_say_their_truth_and_are_a_set_of_their_own():
+    earlier = (LATER, FRESH, BLIND, UNSEEN, SERVED, SIXTH, SEVENTH, EIGHTH)
+    assert len(NINTH) == 22 and sum(program.healthy for program in NINTH.values()) == 8
+    assert not NINTH.keys() & {name for programs in earlier for name in programs}
+    assert {line for program in NINTH.values() for line in (program.line, *program.or_lines)} <= set(LINES)
+    assert all(program.why.endswith(".") and program.like for program in NINTH.values())
+    assert not [name for name, one in NINTH.items() if "\n\n" not in (one.body.__doc__ or "")]  # the argument
+    named = {cause for program in NINTH.values() for cause in (*program.causes, *program.also, *program.like)}
+    assert named <= set(CAUSES)
+    assert not [name for name, one in NINTH.items() if {*one.like} & {*one.causes, *one.also}]
+
+
+@pytest.mark.parametrize(
+    "programs", [SERVED, SIXTH, SEVENTH, EIGHTH, NINTH], ids=["served", "sixth", "seventh", "eighth", "ninth"]
+)
 def test_programs_run_to_their_end_with_the_bytes_that_they_were_to_move(programs):
     """For a twentieth of their time, on the host runtime; programs check their bytes themselves."""
     build.build()
