@@ -14,7 +14,7 @@ import pytest
 from kvprobe.probe.ring import SPAN, read_ring
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.kvprobe_run import read
-from kvprobe.recordings.model import Engine, Recording
+from kvprobe.recordings.model import Direction, Engine, Recording
 from kvprobe.recordings.occupancy import StreamOccupancy, occupancy
 from kvprobe.recordings.run_marks import PAUSED
 
@@ -45,6 +45,21 @@ def busy(recording: Recording, engine: Engine, at_least: int = 0) -> list[int]:
     spans = recording.spans
     length = spans["end_ns"] - spans["start_ns"]
     return sorted(length[(spans["engine"] == engine) & (length >= at_least)].tolist())
+
+
+def test_which_way_a_copy_goes_is_told_by_its_memory_where_it_is_not_said(libraries: Path, tmp_path: Path) -> None:
+    """The same load and store, by cudaMemcpyDefault: neither stays inside the GPU."""
+    body = """
+for _ in range(3):
+    d.copy(d.device, d.host, 4 << 20, 4, d.copies[0])
+    d.sync(d.copies[0])
+    d.copy(d.host, d.device, 8 << 20, 4, d.copies[0])
+    d.sync(d.copies[0])
+"""
+    spans = recorded(libraries, tmp_path, body).spans
+    copies = (spans["engine"] == Engine.COPY) & (spans["bytes"] >= 4 << 20)
+    ways = set(zip(spans["bytes"][copies] >> 20, spans["direction"][copies], strict=True))
+    assert ways == {(4, Direction.H2D), (8, Direction.D2H)}
 
 
 def test_kernels_and_a_load_that_compute_waits_for(libraries: Path, tmp_path: Path) -> None:

@@ -500,7 +500,8 @@ int kvp_mark_submits(const kvp_record *r) {
 }
 
 static inline uint8_t kind_of(const kvp_record *r) {
-    return of_call[r->call].role == COPIES ? kvp_mark_kind_of(r->direction) : of_call[r->call].kind;
+    if (of_call[r->call].role != COPIES) return of_call[r->call].kind;
+    return kvp_mark_kind_of((uint8_t)(r->direction ? r->direction : kvp_classify(r))); /* by its memory: not said */
 }
 
 /* In front of a call that waits, or takes long by itself. 1: time has passed. */

@@ -195,9 +195,10 @@ static inline int kvp_mark_goes_on(struct mark_stream *s, uint8_t kind, uint64_t
     return 1;
 }
 
-/* kvp_mark_before, of what copies mostly are: one more of their kind in a stream that has a name. 0: not of this one.
- */
+/* kvp_mark_before, of what copies mostly are: one more of their kind in a stream that has a name. 0: not of this one,
+ * or the copy does not say which way it goes. */
 static inline int kvp_mark_copy(const kvp_record *r) {
+    if (unlikely(r->direction == KVP_DIR_UNKNOWN)) return 0;
     struct mark_stream *s = &kvp_mark_streams[kvp_mark_place_of(r->stream)];
     if (unlikely(r->stream <= 2 || atomic_load_explicit(&s->key, memory_order_acquire) != r->stream)) return 0;
     if (unlikely(kvp_watch.blocking)) return 0;
