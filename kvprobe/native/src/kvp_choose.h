@@ -38,8 +38,8 @@ KVP_EXPORT void kvp_method_table_default(kvp_method_table *table, const kvp_copi
 
 /* The method (enum kvp_method) that is done first with `count` copies of `median_copy_bytes` in a direction (KVP_H2D or
  * KVP_D2H), among the rows within max_slowdown; `ctas` receives its CTAs. Of rows that are `near` the first one, the
- * one that takes the fewest CTAs: more of them cost the model more. Never KVP_STAGED, which needs a contiguous host side: ask kvp_choose_among. KVP_LOOP
- * where the table has no row. Pure: reads the table alone, from any thread. */
+ * one that takes the fewest CTAs: more of them cost the model more. Never KVP_STAGED, which needs a contiguous host
+ * side: ask kvp_choose_among. KVP_LOOP where the table has no row. Pure: reads the table alone, from any thread. */
 KVP_EXPORT int kvp_choose(const kvp_method_table *table, int direction, uint64_t median_copy_bytes, uint32_t count,
                           uint32_t *ctas);
 
