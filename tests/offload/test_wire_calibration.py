@@ -48,7 +48,7 @@ def test_ctas_are_those_that_the_user_allows() -> None:
         assert table.row[1][row].ctas == ctas
 
 
-@pytest.mark.parametrize(("kind", "alone", "beside"), [("h2d", 2, 2), ("d2h", 4, 3)])
+@pytest.mark.parametrize(("kind", "alone", "beside"), [("h2d", 4, 2), ("d2h", 4, 3)])
 def test_fewer_ctas_are_taken_where_they_are_as_fast_and_beside_compute_the_price_decides(
     kind: str, alone: int, beside: int
 ) -> None:
