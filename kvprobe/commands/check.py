@@ -69,8 +69,8 @@ class CheckedLimit:
 @click.option(
     "--max-lost",
     metavar="SHARE|TIME",
-    help="Time that threads, copies or the GPU may lose by one finding: 100ms, or 5% of their time. The profiler's own "
-    "work does not count.",
+    help="Time that threads, copies or the GPU may lose because of one finding: 100ms, or 5% of the time of the "
+    "threads, copy engines or GPUs that lost it. The profiler's own work does not count.",
 )
 @account_limits
 @click.option("--no", "banned", multiple=True, metavar="CAUSE", help="A cause that must not be found; may be repeated.")
@@ -83,7 +83,7 @@ class CheckedLimit:
     type=click.Choice(["text", "github"]),
     default="text",
     show_default=True,
-    help="github: annotations for GitHub Actions. If a Python stack was recorded, they stand at the line to change.",
+    help="github: annotations for GitHub Actions. If a Python stack was recorded, they point at the line to change.",
 )
 @window_options
 def command(
@@ -107,8 +107,9 @@ def command(
     limits. CAUSE is the name of a cause or a part of the name, such as "pageable". "saturation" stands for every cause
     that goes back to a full launch queue. Only the serving window is judged, not the start-up.
 
-    A recording may be cut off, be empty, or not show enough. Then check fails the limits that are certainly exceeded.
-    The other limits are undecided, which makes the exit code 1 as well, unless you pass --allow-undecided.
+    A recording may be cut off, be empty, or not show enough. Then check reports a limit as failed only if it is
+    certainly exceeded. The other limits are undecided, which makes the exit code 1 as well, unless you pass
+    --allow-undecided.
     """
     from kvprobe.errors import RecordingError
     from kvprobe.reporting import check_writable
