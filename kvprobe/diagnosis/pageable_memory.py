@@ -8,8 +8,8 @@ the copy.
 Signature: the recorder says that the host memory is pageable, and the call takes a time in proportion to its bytes. The
 call is long however many submissions are outstanding: this tells the cause from a full queue.
 
-Needs: the memory kind of copies (every recorder has it). Source: programming guide; measured with pageable memory: 9.7
-µs for 64 KiB instead of 1.0 µs.
+Needs: the memory kind of copies (all supported recorders give it). Source: programming guide; measured with pageable
+memory: 9.7 µs for 64 KiB instead of 1.0 µs.
 
 Predicted saving: with pinned memory, each of these calls takes only as long as a submission. The rest of its time is
 saved. If the next call of the thread waits for the bytes anyway, pinning saves only the staging: kvprobe then subtracts
