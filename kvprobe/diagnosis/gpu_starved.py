@@ -173,7 +173,7 @@ def _evidence(gaps: Gaps, mine: Array, outside: Outside, beside: int, span: int)
     if beside < 0.995 * lost:
         said.append(
             Evidence(
-                f"at most {ms(beside)} of these {ms(lost)} can run beside the GPU's work, because some preparations "
+                f"at most {ms(beside)} of these {ms(lost)} can overlap with the GPU's work, because some preparations "
                 "take longer than the GPU work that they could hide behind",
                 beside,
                 "ns",

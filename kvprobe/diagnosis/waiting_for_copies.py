@@ -49,14 +49,14 @@ AHEAD = Change(
 )
 HELD = Change(
     "Let loads run while the model computes: load into a second buffer, which no running kernel reads, on a stream for "
-    "loads only. Today most of the loads are submitted while kernels run, but their stream makes them wait until these "
-    "kernels have ended",
+    "loads only. In this recording, most loads are submitted while kernels run, but their stream makes them wait until "
+    "these kernels have ended",
     share=1.0,
 )
 BEHIND_STORES = (
-    "Let loads run while the model computes: submit them on a stream for loads only. Today they share a stream with {} "
-    "stores, and wait until these are done. If they also wait for a kernel that reads their buffer, load into a second "
-    "buffer"
+    "Let loads run while the model computes: submit them on a stream for loads only. In this recording, they share a "
+    "stream with {} stores, and wait until these are done. If they also wait for a kernel that reads their buffer, "
+    "load into a second buffer"
 )
 BEHIND = Change(
     "Let the next step begin before the stores of this step have ended: submit stores on a stream of their own, and "
@@ -215,8 +215,8 @@ def _submitted(found: _Alone) -> list[Evidence]:
     of = f"of {len(found.rows):,} copies were submitted"
     too_late = f"{of} only when no kernel was running any more: too late to run while the GPU computes"
     early = (
-        f"{of} early enough to run beside kernels. They began only after the kernels, because they had to wait for an "
-        "event or for other copies in their stream"
+        f"{of} early enough to overlap with kernels. They began only after the kernels, because they had to wait for "
+        "an event or for other copies in their stream"
     )
     counts = [(int(found.late.sum()), too_late), (int(found.held.sum()), early)]
     counts.sort(key=lambda one: -one[0])  # the page has the first of them under its verdict: the rule, no exception
