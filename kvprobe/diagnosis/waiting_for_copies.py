@@ -6,16 +6,16 @@ loads are submitted ahead and a part of them still runs alone, they take longer 
 
 Signature: this cause has no signature of its own. The lines "waiting for copies" of the report say for how long only
 copies ran. This cause gets the part of these lines that no other cause explains. The evidence says what the recording
-shows about the copies: whether they were submitted too late, or early but had to wait in their stream. The wait itself
-is measured, so the report says that the wait is certain. Why the copies were late, only the evidence says.
+shows about the copies: whether they were submitted too late, or early but had to wait in their stream. The report says
+that the wait is measured and that its cause is not: why the copies were late, only the evidence says.
 
 Before the first kernel of the window, and after the last one, nothing shows whether a model waited: weights may have
 been loaded, or the model may have ended. kvprobe does not decide about this time.
 
 Time lost: the wall time in which only copies ran. Predicted saving: kvprobe predicts a saving for loads that are
-submitted ahead, for stores that the next step does not wait for, and for copies inside the GPU that run beside kernels.
-The saving is the time of these copies that kernels could have hidden, and at most the time of the kernels. For fewer
-bytes, kvprobe predicts none, because the saving depends on how many fewer bytes there are.
+submitted ahead, for stores that the next step does not wait for, and for copies inside the GPU that overlap with
+kernels. The saving is the time of these copies that kernels could have hidden, and at most the time of the kernels. For
+fewer bytes, kvprobe predicts none, because the saving depends on how many fewer bytes there are.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def _no_room(gpu: GpuAccount, hidden: int, lost: int, others: int) -> list[Evide
     if not 0 < hidden < lost or others:
         return []
     computed = gpu.ns(Line.COMPUTING)
-    beside = f", and for {ms(computed - hidden)} of that, copies already run beside it" if hidden < computed else ""
+    beside = f", and for {ms(computed - hidden)} of that, copies already overlap with it" if hidden < computed else ""
     text = f"the GPU computes for {ms(computed)}{beside}: kernels can hide another {ms(hidden)} of copies at most"
     return [Evidence(text, hidden, "ns", INFERRED)]
 

@@ -190,12 +190,13 @@ def saving_text(change: Change, before: Sequence[Change] = ()) -> str:
 
 
 WAITS_ALONE = (WAITING_FOR_COPIES, WAITING_FOR_HOST)  # no cause of their own: what the others leave of a wait
+WAIT_MEASURED = "the wait is measured"
 
 
 def sure_text(finding: Finding) -> str:
     """How sure a finding is, for people; of a wait that no cause explains, the wait alone is certain."""
     alone = finding.cause in WAITS_ALONE and finding.confidence == "certain"
-    return "the wait is certain" if alone else finding.confidence
+    return f"{WAIT_MEASURED}, its cause is not" if alone else finding.confidence
 
 
 def waited_text(finding: Finding) -> str:
@@ -417,7 +418,7 @@ def _facts_of(first: Finding) -> list[Fact]:
         elif change.predicted_saving_ns is None and change.thread_saving_ns:
             facts.append(Fact("The first change gives the thread back", duration(change.thread_saving_ns), "predicted"))
     if first.cause in WAITS_ALONE:
-        facts.append(Fact("How sure", sure_text(first).capitalize(), "see the evidence for why the GPU waited"))
+        facts.append(Fact("How sure", WAIT_MEASURED.capitalize(), "see the evidence for why the GPU waited"))
     else:
         facts.append(Fact("How sure of the cause", sure_text(first).capitalize()))
     return facts

@@ -178,12 +178,12 @@ def test_the_change_that_saves_most_is_shown_although_another_finding_comes_firs
     recording = DATA / "fresh" / "nsys" / "torch_layers_moved_by_to_without_non_blocking.sqlite.gz"
     _, out, _ = kvprobe("report", recording, "-o", tmp_path / "page.html")
     first, _, also = out.partition("also, critical: ")
-    assert "waiting_for_copies (the wait is certain)" in first and "saving not predicted" in first
+    assert "waiting_for_copies (the wait is measured, its cause is not)" in first and "saving not predicted" in first
     lines = also.splitlines()
     assert lines[0].startswith("Weight copies ran alone") and "  first change    Do not let the thread wait" in lines[1]
     assert lines[2].strip() == "predicted to save 41.9 ms"
     page = (tmp_path / "page.html").read_text()
-    assert "<dt>How sure</dt><dd>The wait is certain" in page
+    assert "<dt>How sure</dt><dd>The wait is measured" in page
 
 
 def test_the_terminal_says_how_long_the_gpu_waited_where_that_is_another_figure(kvprobe, tmp_path: Path) -> None:

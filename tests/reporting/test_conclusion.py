@@ -44,9 +44,12 @@ def test_what_is_better_by_how_much_and_how_sure() -> None:
     )
 
 
-def test_a_wait_without_a_cause_of_its_own_is_certain_and_no_cause() -> None:
+def test_a_wait_without_a_cause_of_its_own_is_measured_and_no_cause() -> None:
     wait = replace(change("gone", 0.47, 0.0, "waiting_for_copies"), confidence="certain")
-    assert "is gone (cost: 47% of the serving window; the wait is certain)" in said(wait, at=AS_BEFORE).sentence
+    assert (
+        "is gone (cost: 47% of the serving window; the wait is measured, its cause is not)"
+        in said(wait, at=AS_BEFORE).sentence
+    )
     untold = replace(change("gone", 0.47, 0.0, "unexplained"), confidence="cannot tell")
     assert "is gone (cost: 47% of the serving window; cause not known)" in said(untold, at=AS_BEFORE).sentence
 
