@@ -20,7 +20,7 @@ _HELP = {
     "max_waiting_for_copies": "Share of its window that a GPU may wait for copies while no kernel runs: 10%.",
     "max_waiting_for_host": "Share of its window that a GPU may wait for the host: 10%.",
     "max_not_known": "Share of its window in which it may be unknown what a GPU did: 5%.",
-    "min_computing": "Share of its window that a GPU must at least compute: 80%.",
+    "min_computing": "Least share of its window for which a GPU must compute: 80%.",
 }
 
 

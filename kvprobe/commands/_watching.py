@@ -58,7 +58,7 @@ def recording_options(command: F) -> F:
             default="copies",
             show_default=True,
             help="Which single calls are kept: `copies` keeps every copy and the slow launches, `launches` keeps all"
-            " launches too, `totals` keeps slow calls only. The sums are always exact.",
+            " launches too, `totals` keeps slow calls only. The totals are always exact.",
         ),
         click.option(
             "-o",

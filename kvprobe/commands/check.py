@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["command"]
 
 NO_CRITICAL = "no critical finding"  # what is asked where no limit is given
+_SATURATION = "saturation"  # what the option calls all causes that go back to a full launch queue
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,14 @@ class CheckedLimit:
 
     @property
     def title(self) -> str:
-        """What was looked at, as a terminal names it: "critical findings", "causes like “pageable”", "max-call"."""
+        """What was looked at, as a terminal names it: "critical findings", "max-call", causes by a part of the name."""
         if self.name == NO_CRITICAL:
             return "critical findings"
-        return f"causes like “{self.name[3:]}”" if self.name.startswith("no ") else self.name
+        if not self.name.startswith("no "):
+            return self.name
+        if _SATURATION in self.name.lower():
+            return f"causes that go back to a full launch queue (“{self.name[3:]}”)"
+        return f"causes whose name contains “{self.name[3:]}”"
 
 
 @click.command(short_help="Fail with an exit code when a recording breaks a limit.")
@@ -69,8 +74,8 @@ class CheckedLimit:
 @click.option(
     "--max-lost",
     metavar="SHARE|TIME",
-    help="Time that threads, copies or the GPU may lose by one finding: 100ms, or 5% of their time. The profiler's own "
-    "work does not count.",
+    help="Time that threads, copies or the GPU may lose because of one finding: 100ms, or 5% of the time of the "
+    "threads, copy engines or GPUs that lost it. The profiler's own work does not count.",
 )
 @account_limits
 @click.option("--no", "banned", multiple=True, metavar="CAUSE", help="A cause that must not be found; may be repeated.")
@@ -83,7 +88,7 @@ class CheckedLimit:
     type=click.Choice(["text", "github"]),
     default="text",
     show_default=True,
-    help="github: annotations for GitHub Actions. If a Python stack was recorded, they stand at the line to change.",
+    help="github: annotations for GitHub Actions. If a Python stack was recorded, they point at the line to change.",
 )
 @window_options
 def command(
@@ -107,8 +112,8 @@ def command(
     limits. CAUSE is the name of a cause or a part of the name, such as "pageable". "saturation" stands for every cause
     that goes back to a full launch queue. Only the serving window is judged, not the start-up.
 
-    A recording may be cut off, be empty, or not show enough. Then check fails the limits that are certainly exceeded.
-    The other limits are undecided, which makes the exit code 1 as well, unless you pass --allow-undecided.
+    A recording may be cut off, be empty, or not show enough. Then check reports a limit as failed only if it is
+    certainly exceeded. Other limits are undecided: the exit code is then 1 as well, unless you pass --allow-undecided.
     """
     from kvprobe.errors import RecordingError
     from kvprobe.reporting import check_writable
@@ -181,7 +186,7 @@ def _causes(name: str) -> list[str]:
     from kvprobe.errors import UsageError
 
     found = [cause for cause in CAUSES if name.strip() and name.replace("-", "_").lower() in cause]
-    if any(cause in FULL_QUEUE for cause in found) and "saturation" in name.lower():
+    if any(cause in FULL_QUEUE for cause in found) and _SATURATION in name.lower():
         found = list(dict.fromkeys([*found, *FULL_QUEUE]))
     if not found:
         raise UsageError(f"--no {name}: unknown cause; use one of {', '.join(CAUSES)}")

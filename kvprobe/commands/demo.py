@@ -239,7 +239,7 @@ def show(outcome: dict[str, Any]) -> None:
     for text, key in (
         ("load() time per copy, p50", "load_p50_ns"),
         ("load() time per copy, p99", "load_p99_ns"),
-        ("longest load() of all its copies", "longest_call_ns"),
+        ("longest load(), all copies together", "longest_call_ns"),
         ("model step, p50", "step_p50_ns"),
         ("model step, p99", "step_p99_ns"),
     ):

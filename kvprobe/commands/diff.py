@@ -23,7 +23,7 @@ __all__ = ["command", "side_by_side"]
 @click.argument("before", type=GivenPath())
 @click.argument("after", type=GivenPath())
 @click.option("-o", "--output", type=GivenPath(), help="Also write the comparison as one HTML page.")
-@click.option("-f", "--force", is_flag=True, help="Overwrite a file that is not a report of kvprobe.")
+@click.option("-f", "--force", is_flag=True, help="Overwrite any file; kvprobe reports are always overwritten.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @window_options
 def command(before: Path, after: Path, output: Path | None, force: bool, as_json: bool, window: WindowOptions) -> int:
@@ -31,13 +31,13 @@ def command(before: Path, after: Path, output: Path | None, force: bool, as_json
 
     kvprobe compares what each finding cost. For the calls that both recordings have, it compares how long a typical
     submission takes. Recordings differ in length, so the cost of a finding is a share: of the serving window if the
-    recording shows the GPU, else of the time of the threads. A difference counts if it is at least 1%. In brackets
-    stands the time that threads, copies or the GPU lost. This time may be longer than the share says, because a thread
-    can lose time while the GPU computes.
+    recording shows the GPU, else of the time of the threads. A difference counts if it is at least 1%. The time in
+    brackets is the time that threads, copies or the GPU lost. This time may be longer than the share says, because a
+    thread can lose time while the GPU computes.
 
     A call counts as slower or faster if its time changed by more than 5% and the 95% interval of the change (by block
     bootstrap) does not include 1. The column "Change" says by how much. "2.00x lower" means that the time before is
-    twice the time after, and its interval "1.50x to 2.50x" that every factor in between fits the data. "unchanged"
+    twice the time after. The interval "1.50x to 2.50x" means that the data fit any factor in this range. "unchanged"
     means that the time differs little: "-5% to +2%" means from 5% less to 2% more time than before. "unsure" means that
     the data do not tell whether the call became faster or slower.
 

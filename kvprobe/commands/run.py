@@ -109,8 +109,8 @@ def command(
 
     The program needs no change: vllm, sglang, lmcache, torchrun, python app.py. kvprobe follows its processes through
     fork, spawn, shells and other virtual environments. When all processes have ended, kvprobe writes one report into
-    the run folder, `report.html`, also after Ctrl-C, SIGTERM or a kill.
-    `kvprobe report DIR` makes the report of a run that still goes on, or of one that ended together with its container.
+    the run folder, `report.html`, even if COMMAND was stopped by Ctrl-C, SIGTERM or SIGKILL. `kvprobe report DIR` makes
+    the report of a run that is still running, or of one that ended together with its container.
     """
     if not words:
         raise UsageError("no command was given: kvprobe run [OPTIONS] -- COMMAND [ARGUMENT...]")

@@ -52,7 +52,7 @@ ENDED = "{run} has ended, and top shows running processes only: see `kvprobe rep
     "--prometheus",
     type=click.IntRange(1, 65535),
     metavar="PORT",
-    help="Serve http://127.0.0.1:PORT/metrics meanwhile; only this machine can reach it.",
+    help="Serve http://127.0.0.1:PORT/metrics while top runs; only this machine can reach it.",
 )
 def command(target: str | None, interval: float, once: bool, as_json: bool, prometheus: int | None) -> None:
     """Watch submissions while they happen: rate, p50 and p99, blocked time, GB/s, the longest call that still runs.
@@ -61,7 +61,7 @@ def command(target: str | None, interval: float, once: bool, as_json: bool, prom
     and between tokens, where that time went, and which request waited longest.
 
     FOLDER is the run folder that `kvprobe run` or `kvprobe attach` printed. PID is a recorded process, and NAME is a
-    part of its command line. Without a target, top shows all of these that exist: the run folder in $KVPROBE_RUN, the
+    part of its command line. Without a target, top shows whichever of these exist: the run folder in $KVPROBE_RUN, the
     newest run folder ./kvprobe-*/, and running processes that copy with kvprobe's own `OffloadEngine`. The streams that
     block their threads longest come first.
 

@@ -24,12 +24,12 @@ _PACKED = (".kvprobe.tar.gz",)  # a run folder in an archive: it is refused with
 _QUEUE = {"found": "full", "undecided": "undecided", "healthy": "not full"}
 
 
-@click.command(short_help="Say of each recording in one line whether a launch queue was full, where, and what it cost.")
+@click.command(short_help="Print for each recording whether a launch queue was full, where, and what it cost.")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=GivenPath())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: each recording, its queues, the reasons.")
 @window_options
 def command(inputs: tuple[Path, ...], as_json: bool, window: WindowOptions) -> int:
-    """Say of each recording whether a launch queue was full, worst first.
+    """For each recording, print one line that says whether a launch queue was full, worst first.
 
     triage looks only at launch queues, and gives one answer for each recording: full, not full, or undecided. A
     recording is undecided if it is cut off, empty, or has no submissions. `kvprobe check --no saturation` and `kvprobe

@@ -45,7 +45,7 @@ class CommandFailedError(KvprobeError):
 
 
 @click.command(
-    short_help="Measure which of a report's changes help a command, without editing the program.",
+    short_help="Measure which suggested changes help a command, without editing the program.",
     context_settings={"allow_interspersed_args": False},
 )
 @click.argument("words", nargs=-1, metavar="[--] COMMAND [ARGUMENT...]", type=click.UNPROCESSED)

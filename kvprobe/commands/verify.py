@@ -26,7 +26,7 @@ __all__ = ["command"]
 
 
 @click.command(
-    short_help="Run a command and compare the bytes that its copies load with those that they had stored.",
+    short_help="Run a command and compare the bytes that its copies load with the bytes that were stored earlier.",
     context_settings={"allow_interspersed_args": False},
 )
 @click.argument("words", nargs=-1, metavar="[--] COMMAND [ARGUMENT...]", type=click.UNPROCESSED)
@@ -43,7 +43,7 @@ __all__ = ["command"]
 def command(
     words: tuple[str, ...], output: Path | None, detail: str, max_bytes: int, budget: float, as_json: bool
 ) -> int:
-    """Run COMMAND and compare the bytes that its copies load to the GPU with those that its copies had stored.
+    """Run COMMAND and compare the bytes that its copies load to the GPU with the bytes that were stored earlier.
 
     The program needs no change. kvprobe looks three times at each page of a sample of the pinned memory: after a store
     to this page has ended, when a later copy loads the page, and while this load runs. A mismatch names the block, both

@@ -1,8 +1,9 @@
 """Submissions block although no stream is full: the hardware channels that the streams share are full.
 
 Mechanism: a channel is a queue of the hardware, and several streams share a channel. Each channel holds a limited
-number of submissions. CUDA's default is 4 channels: 2,000 streams then block at the same number of outstanding
-submissions as 4 streams. More streams than channels only add false dependencies.
+number of submissions. NVIDIA documents 8 channels as the default, but an H200 had 4 for copies: 2,000 streams then
+blocked at the same number of outstanding submissions as 4 streams. More streams than channels only add false
+dependencies.
 
 Signature: submissions block when all streams of a channel together hold a certain number of submissions, while each
 stream holds less than 90% of what a queue takes. kvprobe takes the channel ids from the recording if the recorder wrote

@@ -4,10 +4,12 @@ Mechanism: the host schedules, tokenises, loads data or builds descriptors for l
 work, so the GPU runs out of work. Nothing in CUDA is slow.
 
 Signature: a gap is a time in which the GPU executes nothing. A gap counts if the launch that ends the gap was made
-after the gap began, and if the launching thread was in no CUDA call during the gap. (So the queue was empty. A kernel
-that starts long after its launch is no sign of a starved GPU.) Every program has some gaps, so the finding needs at
-least five gaps, which together take at least 10% of the time. Three kinds of gaps do not count:
- - short gaps (below 200 µs), as they occur between all launches: their cause is `python_or_gil_bound`;
+after the gap began. (So the queue was empty. A kernel that starts long after its launch is no sign of a starved GPU.)
+Between the beginning of the gap and this launch, the launching thread must have spent at least 200 µs outside of CUDA
+calls. Every program has some gaps. So the finding needs at least five gaps, in which the thread spent at least 10% of
+the recorded time outside of CUDA calls. Three kinds of gaps do not count:
+ - gaps with less than 200 µs outside of CUDA calls, as they occur between all launches: their cause is
+   `python_or_gil_bound`;
  - gaps in which the recording shows that the Python interpreter was the reason (its lock, its garbage collection):
    their cause is `python_or_gil_bound`, too;
  - gaps that the report counts as "nothing to do", because there was no request to work on.
@@ -15,9 +17,10 @@ least five gaps, which together take at least 10% of the time. Three kinds of ga
 A thread that polls for the end of a step, and sleeps between two polls, leaves the same gaps. So if the thread asks the
 GPU whether it is done (`cudaEventQuery`), the evidence says how much of the gaps passed before it asked.
 
-Time lost: the part of these gaps in which the thread neither submitted work nor waited for the GPU.
-Predicted saving: the host prepares the next step while the GPU runs the current one. So kvprobe predicts for each gap
-the shorter of two times: the preparation, or the GPU's work between this gap and the gap before.
+Time lost: the part of these gaps, up to the launch that ends each of them, in which the thread was in no CUDA call: it
+neither submitted work nor waited for the GPU. Predicted saving: the host prepares the next step while the GPU runs the
+current one. So kvprobe predicts for each gap the shorter of two times: the preparation, or the GPU's work between this
+gap and the gap before.
 """
 
 from __future__ import annotations
@@ -170,7 +173,7 @@ def _evidence(gaps: Gaps, mine: Array, outside: Outside, beside: int, span: int)
     if beside < 0.995 * lost:
         said.append(
             Evidence(
-                f"at most {ms(beside)} of these {ms(lost)} can run beside the GPU's work, because some preparations "
+                f"at most {ms(beside)} of these {ms(lost)} can overlap with the GPU's work, because some preparations "
                 "take longer than the GPU work that they could hide behind",
                 beside,
                 "ns",

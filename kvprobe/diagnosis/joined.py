@@ -81,7 +81,7 @@ def of_the_time(ns: int, gpu: GpuAccount) -> str:
     """
     if gpu.asked_ns >= 0.99 * gpu.window_ns:
         return f"{share(ns, gpu.window_ns)} of the time"
-    return f"{share(ns, gpu.asked_ns)} of the time with work to do"
+    return f"{share(ns, gpu.asked_ns)} of the time in which there was work to do"
 
 
 def _places(owner: Array, stream: Array, lost: Array, most: int) -> Iterator[tuple[Array, int]]:

@@ -6,7 +6,7 @@ oldest operation in the queue, and blocks the thread that submits.
 
 Signature: three signs are needed:
  - The number of outstanding submissions stops growing at one value.
- - Calls with so many outstanding submissions take longer than calls with fewer.
+ - Calls with that many outstanding submissions take longer than calls with fewer.
  - Most of these calls return just when the stream finishes an operation, and not by chance.
 
 If the recorder itself labels calls that met a full queue (CUPTI 12.4: command buffer full), kvprobe uses these labels,
@@ -15,8 +15,10 @@ with few outstanding submissions have another cause. If one sign is missing, kvp
 
 Predicted saving: kvprobe simulates the recorded calls with the slots that each change adds. A deeper queue
 (`CUDA_SCALE_LAUNCH_QUEUES=4x`) has four times as many slots. With a stream for each transfer, there are as many queues
-as the machine has channels (CUDA's default here is 4). With batch calls, the queue holds eight times as many copies.
-`CUDA_DEVICE_MAX_CONNECTIONS` does not help a single stream, so kvprobe does not propose it.
+as the machine has channels. If the recording does not say how many, kvprobe assumes 4: an H200 had 4 for copies where
+no variable set the number, although NVIDIA documents 8 (`kvprobe doctor` counts them). With batch calls, the queue
+holds eight times as many copies. `CUDA_DEVICE_MAX_CONNECTIONS` does not help a single stream, so kvprobe does not
+propose it.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ in the recording. If this rate is below 80% of what the GPU's link carries, the 
 change is to find out why the link is slow. The recording tells the link's generation and lanes, or the GPU's name does.
 If neither does, kvprobe compares with PCIe 5.0 x16, which carries 55 GB/s.
 
-Other findings about copies come first: small, redundant or slow copies, and copies that could have run beside kernels.
-This finding counts only the time of the copy engine that they leave. A finding about a thread, such as a full launch
-queue, may explain a part of the same wait. The change for the full queue then lets copies run beside kernels, which
-shortens the wait. For the rest of the wait, only fewer bytes help.
+Other findings about copies come first: small, redundant or slow copies, and copies that could have overlapped with
+kernels. This finding counts only the time of the copy engine that they leave. A finding about a thread, such as a full
+launch queue, may explain a part of the same wait. The change for the full queue then lets copies overlap with kernels,
+which shortens the wait. For the rest of the wait, only fewer bytes help.
 
 If the recording does not show what the GPU did, it does not show whether the model waits for copies. If the copies
 on copy streams then carry 80% of the link's rate over the whole time, the cause is an open question.

@@ -7,8 +7,9 @@ back after the switch interval of 5 ms. Or the interpreter collects garbage.
 Signature: the GPU is idle as in `gpu_starved`, and one of these is true. Otherwise the gaps belong to `gpu_starved`.
  - There are many short gaps, one for each launch: at least 64 gaps below 200 µs, which together take at least a tenth
    of the time.
- - Long gaps last one or several switch intervals: no gap is shorter than 4.8 ms, some gaps are about that long, and a
-   quarter are below 8 ms. Then other threads hold the lock, and each gives the lock up 5 ms after it was asked to.
+ - Long gaps (1 ms or more) last one or several switch intervals: hardly any long gap is shorter than 4.8 ms, the
+   shortest are close to 5 ms, and at least a quarter are below 8 ms. Then other threads hold the lock, and each gives
+   the lock up 5 ms after it was asked to.
  - Long gaps lie mostly inside intervals that are labelled garbage collection.
  - Stacks that were taken in the gaps show the thread waiting for the lock, or in Python code.
  - Nsight recorded calls of the operating system (osrt), and in the gaps a thread that runs Python is in
@@ -21,21 +22,21 @@ If the GPU is never idle or was not recorded, kvprobe looks at the pauses betwee
 There must be at least 16 pauses. At least half of the long pauses must last one or a few switch intervals (up to a
 fifth more), and hardly any pause may last between 1 ms and one switch interval. A timer could have the same period, so
 one more thing must be true:
- - at least an eighth of the pauses last another number of intervals than most do, because the threads that hold the
-   lock do not always take turns; or
+ - at least one pause in eight lasts a different number of switch intervals from the most common one, because the
+   threads that hold the lock do not always take turns; or
  - nearly every call of at least two functions is followed by a pause, while a thread that sleeps on purpose sleeps once
    a round.
 
 A driver's lock, a full queue and pageable memory hold a thread inside calls, not between them. Pauses in which the
 thread waited for a CPU do not count, because time slices of the scheduler last some milliseconds, too (`cpu_starved`).
-If a third of all pauses are of this kind, none counts, because the kernel does not report these waits for every moment.
+If a third of all pauses are of this kind, none counts, because Linux does not report these waits for every moment.
 Pauses in which no other thread of the process ran do not count, either, if `kvprobe run` noted that. Neither do those
 in which the thread waited for a request (in accept, poll, select, epoll_wait or recv), if the recording shows it.
 
 Time lost: the part of the gaps in which the thread was outside of CUDA calls, or inside calls that submit.
 
-Predicted saving: the same time. A CUDA graph launches many short kernels with one call. Against the lock and the
-garbage collector, move the other work out of the process.
+Predicted saving: the same time. A CUDA graph launches many short kernels with one call. To avoid the lock and garbage
+collection, move the other work out of the process.
 """
 
 from __future__ import annotations

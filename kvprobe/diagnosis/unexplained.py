@@ -48,7 +48,11 @@ def find(joined: JoinedRecording) -> Finding | None:
         ),
     ]
     if records:
-        evidence.append(Evidence(f"among these calls are {records:,} that record an event", records, "calls", COUNTED))
+        evidence.append(
+            Evidence(
+                f"{records:,} of these calls record{'s' if records == 1 else ''} an event", records, "calls", COUNTED
+            )
+        )
     if known.any():
         evidence.append(
             Evidence(

@@ -209,7 +209,7 @@ def _with_work_to_do(gpu: GpuAccount) -> str:
     """Names the time that shares of waiting are of."""
     if gpu.asked_ns == gpu.window_ns:
         return time_text(gpu.asked_ns)
-    return f"the {time_text(gpu.asked_ns)} with work to do"
+    return f"the {time_text(gpu.asked_ns)} in which there was work to do"
 
 
 def _not_computing(gpu: GpuAccount) -> list[MissingPart]:

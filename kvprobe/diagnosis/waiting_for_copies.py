@@ -6,16 +6,16 @@ loads are submitted ahead and a part of them still runs alone, they take longer 
 
 Signature: this cause has no signature of its own. The lines "waiting for copies" of the report say for how long only
 copies ran. This cause gets the part of these lines that no other cause explains. The evidence says what the recording
-shows about the copies: whether they were submitted too late, or early but had to wait in their stream. The wait itself
-is measured, so the report says that the wait is certain. Why the copies were late, only the evidence says.
+shows about the copies: whether they were submitted too late, or early but had to wait in their stream. The report says
+that the wait is measured and that its cause is not: why the copies were late, only the evidence says.
 
 Before the first kernel of the window, and after the last one, nothing shows whether a model waited: weights may have
 been loaded, or the model may have ended. kvprobe does not decide about this time.
 
 Time lost: the wall time in which only copies ran. Predicted saving: kvprobe predicts a saving for loads that are
-submitted ahead, for stores that the next step does not wait for, and for copies inside the GPU that run beside kernels.
-The saving is the time of these copies that kernels could have hidden, and at most the time of the kernels. For fewer
-bytes, kvprobe predicts none, because the saving depends on how many fewer bytes there are.
+submitted ahead, for stores that the next step does not wait for, and for copies inside the GPU that overlap with
+kernels. The saving is the time of these copies that kernels could have hidden, and at most the time of the kernels. For
+fewer bytes, kvprobe predicts none, because the saving depends on how many fewer bytes there are.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ AHEAD = Change(
 )
 HELD = Change(
     "Let loads run while the model computes: load into a second buffer, which no running kernel reads, on a stream for "
-    "loads only. Today most of the loads are submitted while kernels run, but their stream makes them wait until these "
-    "kernels have ended",
+    "loads only. In this recording, most loads are submitted while kernels run, but their stream makes them wait until "
+    "these kernels have ended",
     share=1.0,
 )
 BEHIND_STORES = (
-    "Let loads run while the model computes: submit them on a stream for loads only. Today they share a stream with {} "
-    "stores, and wait until these are done. If they also wait for a kernel that reads their buffer, load into a second "
-    "buffer"
+    "Let loads run while the model computes: submit them on a stream for loads only. In this recording, they share a "
+    "stream with {} stores, and wait until these are done. If they also wait for a kernel that reads their buffer, "
+    "load into a second buffer"
 )
 BEHIND = Change(
     "Let the next step begin before the stores of this step have ended: submit stores on a stream of their own, and "
@@ -215,8 +215,8 @@ def _submitted(found: _Alone) -> list[Evidence]:
     of = f"of {len(found.rows):,} copies were submitted"
     too_late = f"{of} only when no kernel was running any more: too late to run while the GPU computes"
     early = (
-        f"{of} early enough to run beside kernels. They began only after the kernels, because they had to wait for an "
-        "event or for other copies in their stream"
+        f"{of} early enough to overlap with kernels. They began only after the kernels, because they had to wait for "
+        "an event or for other copies in their stream"
     )
     counts = [(int(found.late.sum()), too_late), (int(found.held.sum()), early)]
     counts.sort(key=lambda one: -one[0])  # the page has the first of them under its verdict: the rule, no exception
@@ -263,7 +263,7 @@ def _no_room(gpu: GpuAccount, hidden: int, lost: int, others: int) -> list[Evide
     if not 0 < hidden < lost or others:
         return []
     computed = gpu.ns(Line.COMPUTING)
-    beside = f", and for {ms(computed - hidden)} of that, copies already run beside it" if hidden < computed else ""
+    beside = f", and for {ms(computed - hidden)} of that, copies already overlap with it" if hidden < computed else ""
     text = f"the GPU computes for {ms(computed)}{beside}: kernels can hide another {ms(hidden)} of copies at most"
     return [Evidence(text, hidden, "ns", INFERRED)]
 

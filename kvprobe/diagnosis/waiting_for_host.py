@@ -8,20 +8,22 @@ GPU ran nothing, and what its thread did. This cause gets the part of these line
 
 A program can put a function of the host into a stream: `cudaLaunchHostFunc`, `cudaStreamAddCallback`. What was
 submitted behind it waits until CUDA has called the function and the function has returned. If the GPU runs nothing
-until then, the time is in the line "in other code", and the evidence names the call that put the function there.
-Nsight Systems and the PyTorch profiler do not record which stream a function went into. kvprobe then takes the function
-for the reason if the same thread put it there between the two operations. The thread may also put a function there and
-then wait for the GPU, in a call such as `cudaStreamSynchronize`: this call returns only when the function has returned.
+until then, the time is in the line "in other code", and the evidence names the call that put the function there. Nsight
+Systems and the PyTorch profiler do not record which stream a function went into. kvprobe then attributes the wait to
+the function if the same thread put the function there between the two operations. The thread may also put a function
+there and then wait for the GPU, in a call such as `cudaStreamSynchronize`: this call returns only when the function has
+returned.
 
 Before the first kernel of the window, and after the last one, nothing shows whether a model waited: weights may have
 been loaded, or the model may have ended. kvprobe does not decide about this time. Some pauses are far longer than the
-thread usually takes from the results of a step to the next submission. If the recording does not show what the thread
-did in a pause of this kind, kvprobe does not decide about the pause, either: the thread may have prepared a request, or
-waited for one.
+usual time between the results of a step and the next submission. If the recording does not show what the thread did in
+a pause of this kind, kvprobe does not decide about the pause, either: the thread may have prepared a request, or waited
+for one.
 
-Time lost: the wall time in which the GPU ran nothing for this reason. Predicted saving: all the time that a change
-is about. Without waits for the GPU, the thread also submits while the GPU computes: what fits beside is saved, too. If
-the thread prepares the next step while the GPU works, the saving is at most what fits beside this work.
+Time lost: the wall time in which the GPU ran nothing because of this wait. Predicted saving: the time that the change
+removes. If the thread no longer waits for the GPU, it can also submit during computing, which saves as much submission
+time as overlaps with it. If the next step is prepared in advance, the saving is limited to the preparation that can
+overlap with the GPU's work.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ true:
    contains every copy does not count, because it does not tell one copy from another.
  - The sizes of the copies repeat in the same order, and are at least 1 MiB.
  - Many copies have one size of at least 1 MiB, and each copy was submitted before the kernel in front of it had ended.
-   So the copy could have run beside this kernel. A copy that was submitted later may not have been possible earlier.
-   Several copies may follow one kernel, if there are always as many, their stream is the one that computes, and nothing
-   of this size is copied from the GPU.
+   So the copy could have overlapped with this kernel. A copy that was submitted later may not have been possible
+   earlier. Several copies may follow one kernel, if there are always as many, their stream is the one that computes,
+   and nothing of this size is copied from the GPU.
 
 If the GPU was not recorded, kvprobe sees large loads on a stream that has as many launches, but not what computes
 meanwhile. If these loads carry enough bytes to fill a tenth of the time, the cause is an open question.
@@ -79,7 +79,7 @@ def _weights(joined: JoinedRecording, rows: Array) -> tuple[Array, str]:
             return rows[large], "a sequence of sizes repeats"
     between = _between_kernels(joined, rows[large])
     if len(between):
-        return between, "copies of one size follow kernels that could have run beside them, again and again"
+        return between, "copies of one size follow kernels that they could have overlapped with, again and again"
     return rows[:0], ""
 
 
@@ -205,7 +205,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     did = f"did so for {ms(both_ns)}" if both_ns else "never did"
     return joined.device_finding(
         CAUSE,
-        "Weight copies ran alone: they could have run beside kernels for {lost}",
+        "Weight copies ran alone: they could have overlapped with kernels for {lost}",
         "certain" if reason.startswith("the same sources") else "likely",
         rows,
         loss_ns,

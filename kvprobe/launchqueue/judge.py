@@ -162,7 +162,7 @@ def _step(e: seen.DepthStep) -> QueueConclusion:
     return _said(
         e.depth >= c.LEAST_DEPTH and enough and e.slow >= max(c.LEAST_BLOCKED, 4 * e.passed),
         f"{e.slow:,} calls with {e.shallowest:,} or more submissions outstanding took {time_text(e.lost_ns)} longer "
-        f"than usual; {share:.0%} of the calls that meet so many are slow, and {below} "
+        f"than usual; {share:.0%} of the calls that meet that many are slow, and {below} "
         f"of those that meet fewer ({e.how})",
     )
 

@@ -50,8 +50,8 @@ def _link(gpu: GpuAccount, line: Line) -> str:
     if most.bytes_per_s - least.bytes_per_s > ALIKE * most.bytes_per_s:
         ways = zip(("CPU to GPU", "GPU to CPU"), made, strict=True)
         said = (f"{way} {'assumed to carry ' if one.assumed else ''}{rate(one.bytes_per_s)}" for way, one in ways)
-        return f" ({'; '.join(said)})"
-    return f" ({rate(most.bytes_per_s)}{', assumed' if most.assumed else ''})"
+        return f" (link: {'; '.join(said)})"
+    return f" (link: {rate(most.bytes_per_s)}{', assumed' if most.assumed else ''})"
 
 
 def _sampled(gpu: GpuAccount, line: Line) -> str:
@@ -185,5 +185,5 @@ def _threads(account: Account) -> TableView:
         rows,
         "Each figure is a share of the thread's own serving window. Submitting includes calls that record events. If "
         'the program runs Python, time outside of CUDA calls counts as "in Python", unless the recording shows that '
-        'the thread read files or had no CPU. "In other code" then means in CUDA calls of other kinds.',
+        'the thread read files or had no CPU. In Python programs, "in other code" means other CUDA calls.',
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from kvprobe.diagnosis import PROFILER
 from kvprobe.output.recorded import ConclusionJson
 from kvprobe.reporting.compare import LEAST, interval
+from kvprobe.reporting.headline import WAIT_MEASURED, WAITS_ALONE
 from kvprobe.reporting.units import number_text, percent
 
 if TYPE_CHECKING:
@@ -123,20 +124,23 @@ def _said(moved: Mapping[FindingChange, float]) -> str:
     first, rest = next(iter(moved)), len(moved) - 1
     title = f"\u201c{first.title.rstrip('.').partition(': ')[0]}\u201d"  # the list below has the whole title
     before, after = percent(first.share_before), percent(first.share_after)
+    sure = _sure(first)
     if first.what in ("less", "more"):
-        text = f"{title} costs {after} of the serving window instead of {before} ({first.confidence})"
+        text = f"{title} costs {after} of the serving window instead of {before} ({sure})"
     else:
-        lost = (
-            f"it cost {before} of the serving window"
-            if first.what == "gone"
-            else f"it costs {after} of the serving window"
-        )
+        lost = f"cost: {before if first.what == 'gone' else after} of the serving window"
         figure = "results at stake" if _wrong_results(first) else lost
-        text = f"{title} is {first.what} ({figure}, {first.confidence})"
+        text = f"{title} is {first.what} ({figure}; {sure})"
     if not rest:
         return text
     now = "less" if first.what in ("gone", "less") else "more"
     return f"{text}, and {f'{rest} other findings cost' if rest > 1 else 'another finding costs'} {now} than before"
+
+
+def _sure(change: FindingChange) -> str:
+    if change.cause in WAITS_ALONE and change.confidence == "certain":
+        return f"{WAIT_MEASURED}, its cause is not"
+    return "cause not known" if change.confidence == "cannot tell" else f"cause {change.confidence}"
 
 
 def _costs(cost: SubmissionCost | None) -> str:

@@ -169,33 +169,34 @@ def saving_text(change: Change, before: Sequence[Change] = ()) -> str:
     promise = change.predicted_saving_ns, change.thread_saving_ns
     promised = [(one.predicted_saving_ns, one.thread_saving_ns) for one in before]
     if any(promise) and promise in promised:
-        does, much = "saves" if promise[0] else "frees the thread for", duration(promise[0] or promise[1])
+        does, much = "saves" if promise[0] else "gives the thread back", duration(promise[0] or promise[1])
         return f"an alternative to change {promised.index(promise) + 1}, {does} the same {much}"
     if change.kind == "recording":
         return ""
     if change.predicted_saving_ns is None and change.thread_saving_ns:
-        freed = f"predicted to free the thread for {duration(change.thread_saving_ns)}"
+        freed = f"predicted to give the thread back {duration(change.thread_saving_ns)}"
         return f"{freed}; nothing shows whether that saves wall time"
     if change.predicted_saving_ns is None:
         return "saving not predicted"
     saved, spared = change.predicted_saving_ns, change.thread_saving_ns or 0
     if saved <= 0:
         if spared:
-            freed = f"predicted to free the thread for {duration(spared)}"
+            freed = f"predicted to give the thread back {duration(spared)}"
             return f"{freed}; saves no wall time, because the GPU does not wait for this thread"
         return "predicted to save nothing here"
     if spared > saved:
-        return f"predicted to save {duration(saved)} of wall time, and to free the thread for {duration(spared)}"
+        return f"predicted to save {duration(saved)} of wall time, and to give the thread back {duration(spared)}"
     return f"predicted to save {duration(saved)}"
 
 
 WAITS_ALONE = (WAITING_FOR_COPIES, WAITING_FOR_HOST)  # no cause of their own: what the others leave of a wait
+WAIT_MEASURED = "the wait is measured"
 
 
 def sure_text(finding: Finding) -> str:
     """How sure a finding is, for people; of a wait that no cause explains, the wait alone is certain."""
     alone = finding.cause in WAITS_ALONE and finding.confidence == "certain"
-    return "the wait is certain" if alone else finding.confidence
+    return f"{WAIT_MEASURED}, its cause is not" if alone else finding.confidence
 
 
 def waited_text(finding: Finding) -> str:
@@ -204,8 +205,8 @@ def waited_text(finding: Finding) -> str:
     if finding.device_ns is None or finding.no_kernel_follows or not own:
         return ""
     if not finding.device_ns:
-        return "; the GPU did not wait for it"
-    return f"; the GPU waited {duration(finding.device_ns)} for it"
+        return ", but the GPU did not have to wait"
+    return f", which kept the GPU waiting for {duration(finding.device_ns)}"
 
 
 def terminal_lines(recording: Recording, finding: Finding) -> list[str]:
@@ -415,9 +416,9 @@ def _facts_of(first: Finding) -> list[Fact]:
         if change.predicted_saving_ns:
             facts.append(Fact("The first change saves", duration(change.predicted_saving_ns), "predicted"))
         elif change.predicted_saving_ns is None and change.thread_saving_ns:
-            facts.append(Fact("The first change frees the thread for", duration(change.thread_saving_ns), "predicted"))
+            facts.append(Fact("The first change gives the thread back", duration(change.thread_saving_ns), "predicted"))
     if first.cause in WAITS_ALONE:
-        facts.append(Fact("How sure", sure_text(first).capitalize(), "see the evidence for why the GPU waited"))
+        facts.append(Fact("How sure", WAIT_MEASURED.capitalize(), "see the evidence for why the GPU waited"))
     else:
         facts.append(Fact("How sure of the cause", sure_text(first).capitalize()))
     return facts

@@ -645,7 +645,7 @@ def _lost(finding: Finding, what: str) -> str:
         waited = f"the GPU waited {duration(finding.device_ns)}"
         said.append(f"{waited}, {percent(finding.device_share)} of the serving window{whose}")
     elif finding.lost_ns:
-        said.append("the GPU did not wait for it")
+        said.append("the GPU did not have to wait")
     return "; ".join(said)
 
 

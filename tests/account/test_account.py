@@ -252,7 +252,9 @@ def test_a_pause_makes_no_waiting_quieter():
     (gpu,) = findings.account.gpus
     assert gpu.share(*COPIES) < 0.05 < 0.3 < gpu.waiting_share
     (found,) = [one for one in findings if one.cause == "waiting_for_copies"]
-    assert found.severity == "critical" and found.title.rstrip(".").endswith("of the time with work to do")
+    assert found.severity == "critical" and found.title.rstrip(".").endswith(
+        "of the time in which there was work to do"
+    )
     assert of_recording(recording, findings).state == "found"
 
 

@@ -42,7 +42,7 @@ def test_a_finding_that_went_is_gone_and_one_that_came_is_new(kvprobe, export: P
     said = " ".join(out.split())
     assert said.startswith("Careful: the recordings are of different work: ")
     assert "mfu_2gpu_before.sqlite is better than small.sqlite: “3,002 loads are not ordered" in said
-    assert "is gone (results at stake, " in said
+    assert "is gone (results at stake; cause " in said
     assert said.index("is better than") < said.index(
         "Findings: what each cost before -> after, as a share of the serving window"
     )

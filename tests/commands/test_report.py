@@ -153,7 +153,7 @@ def test_an_undecided_wait_is_weighed_against_what_the_first_finding_cost_the_gp
 def test_where_no_kernel_ran_a_saving_is_the_thread_s_alone(kvprobe, tmp_path: Path, packed: str) -> None:
     recording = unpack(DATA / packed, tmp_path)
     _, out, _ = kvprobe("report", recording, "-o", tmp_path / "page.html")
-    assert "predicted to free the thread for" in out
+    assert "predicted to give the thread back" in out
     assert "nothing shows whether that saves wall time" in out
     assert "predicted to save" not in out
     page = (tmp_path / "page.html").read_text()
@@ -167,29 +167,29 @@ def test_where_no_kernel_ran_a_saving_is_the_thread_s_alone(kvprobe, tmp_path: P
 def test_where_the_gpu_was_not_seen_a_saving_is_the_thread_s_alone(kvprobe, tmp_path: Path) -> None:
     recording = unpack(DATA / "others" / "shared_prefix_loaded_by_ten_requests.kvprobe.tar.gz", tmp_path)
     _, out, _ = kvprobe("report", recording, "-o", tmp_path / "page.html")
-    freed = "predicted to free the thread for 49.1 ms; nothing shows whether that saves wall time"
+    freed = "predicted to give the thread back 49.1 ms; nothing shows whether that saves wall time"
     assert freed in out and "predicted to save" not in out
     page = (tmp_path / "page.html").read_text().replace("\u00a0", " ")
     assert f"dedup=True). P{freed[1:]}" in page  # behind a text in brackets, in a sentence of its own
-    assert "The first change frees the thread for" in page and "The first change saves" not in page
+    assert "The first change gives the thread back" in page and "The first change saves" not in page
 
 
 def test_the_change_that_saves_most_is_shown_although_another_finding_comes_first(kvprobe, tmp_path: Path) -> None:
     recording = DATA / "fresh" / "nsys" / "torch_layers_moved_by_to_without_non_blocking.sqlite.gz"
     _, out, _ = kvprobe("report", recording, "-o", tmp_path / "page.html")
     first, _, also = out.partition("also, critical: ")
-    assert "waiting_for_copies (the wait is certain)" in first and "saving not predicted" in first
+    assert "waiting_for_copies (the wait is measured, its cause is not)" in first and "saving not predicted" in first
     lines = also.splitlines()
     assert lines[0].startswith("Weight copies ran alone") and "  first change    Do not let the thread wait" in lines[1]
     assert lines[2].strip() == "predicted to save 41.9 ms"
     page = (tmp_path / "page.html").read_text()
-    assert "<dt>How sure</dt><dd>The wait is certain" in page
+    assert "<dt>How sure</dt><dd>The wait is measured" in page
 
 
 def test_the_terminal_says_how_long_the_gpu_waited_where_that_is_another_figure(kvprobe, tmp_path: Path) -> None:
     recording = ACCOUNTS / "stores_of_a_prefill_hold_back_the_next_one.sqlite.gz"
     _, out, _ = kvprobe("report", recording, "-o", tmp_path / "page.html")
-    assert "1,421 submissions blocked for 51.8 ms; the GPU waited 21.2 ms for it\n" in out
+    assert "1,421 submissions blocked for 51.8 ms, which kept the GPU waiting for 21.2 ms\n" in out
     assert "also, critical: The link is the limit: only copies ran for 13.9 ms, at the link's full rate (link" in out
 
 

@@ -36,7 +36,7 @@ def test_preparing_ahead_saves_no_more_than_the_gpu_works(name):
     assert 0 < one.cure[0].predicted_saving_ns <= gpu.ns(Line.COMPUTING, *COPIES)
     assert "the step before" in one.cure[0].text or "the next step" in one.cure[0].text
     assert one.cure[0].predicted_saving_ns < one.lost_ns
-    assert any("can run beside the GPU's work" in evidence.text for evidence in one.evidence)
+    assert any("can overlap with the GPU's work" in evidence.text for evidence in one.evidence)
 
 
 @pytest.mark.parametrize("name", STARVED)

@@ -18,7 +18,7 @@ from grade import unpack
 
 DATA = Path(__file__).resolve().parents[1] / "gpu" / "data" / "accounts" / "kineto"
 SAID = [
-    ("kv_of_each_request_loaded_when_it_comes", HELD, "loads", "early enough to run beside kernels"),
+    ("kv_of_each_request_loaded_when_it_comes", HELD, "loads", "early enough to overlap with kernels"),
     ("experts_loaded_when_they_are_routed_to", AHEAD, "loads", "too late to run while the GPU computes"),
     ("the_next_step_waits_for_the_store_of_this_one", BEHIND, "stores", "only copies ran for"),
 ]

@@ -152,7 +152,7 @@ def executed(beside=False, sizes=(32 * MiB,), steps=40, many=(1,), out=False):
 def test_equal_layers_without_addresses_are_known_by_where_they_stand():
     found = executed()
     assert found.lost_ns == pytest.approx(40 * 600_000, rel=0.05)
-    assert any("follow kernels that could have run beside them" in one.text for one in found.evidence)
+    assert any("follow kernels that they could have overlapped with" in one.text for one in found.evidence)
     assert executed(beside=True) is None and executed(steps=8) is None
 
 

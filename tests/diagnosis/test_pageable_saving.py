@@ -55,9 +55,10 @@ def loads(waited: bool = True, measured: bool = False) -> Recording:
 
 def share(recording: Recording) -> float | None:
     found = next(one for one in diagnose(recording) if one.cause == "pageable_memory")
-    said = [one.text for one in found.evidence if "not known by how much" in one.text]
-    assert bool(said) == (found.cure[0].share is None)
-    assert not said or said[0].startswith(f"the thread waits for {MANY} of these copies")
+    waits = [one.text for one in found.evidence if one.text.startswith(f"the thread waits for {MANY} of these copies")]
+    unknown = [one.how for one in found.evidence if "By how much is not known" in one.text]
+    assert bool(waits) == bool(unknown) == (found.cure[0].share is None)
+    assert set(unknown) <= {"not known"}
     return found.cure[0].share
 
 

@@ -186,10 +186,10 @@ def test_what_a_thread_is_spared_stands_beside_a_smaller_saving_and_not_beside_a
     modelled = Change("a", share=1.0)
     assert (
         said(modelled.of(6_530, 10_187_345))
-        == "predicted to save 6.53 µs of wall time, and to free the thread for 10.2 ms"
+        == "predicted to save 6.53 µs of wall time, and to give the thread back 10.2 ms"
     )
     assert said(modelled.of(0, 23_100_000)) == (
-        "predicted to free the thread for 23.1 ms; saves no wall time, because the GPU does not wait for this thread"
+        "predicted to give the thread back 23.1 ms; saves no wall time, because the GPU does not wait for this thread"
     )
     assert said(modelled.of(1_000, 1_000)) == "predicted to save 1.00 µs"
 

@@ -100,7 +100,7 @@ def test_a_saving_says_of_which_of_two_things_it_is(tmp_path):
     found = examined("fresh/nsys/a_prefix_read_from_a_file_before_each_prefill.sqlite.gz", tmp_path)
     first = of(found, "gpu_starved").cure[0]
     assert "The saving is predicted for the first alone" in first.text
-    (fits,) = [one for one in of(found, "gpu_starved").evidence if "can run beside the GPU's work" in one.text]
+    (fits,) = [one for one in of(found, "gpu_starved").evidence if "can overlap with the GPU's work" in one.text]
     assert first.predicted_saving_ns == pytest.approx(fits.value, rel=0.01)
 
 
@@ -136,7 +136,7 @@ def test_a_thread_that_is_blocked_behind_the_last_kernel_is_not_said_to_cost_no_
     assert finding.severity == "critical" and finding.no_kernel_follows
     assert {one.predicted_saving_ns for one in finding.cure} == {None}
     said = " ".join(terminal_lines(recording, finding)[-1].split())
-    assert said.startswith("predicted to free the thread for")
+    assert said.startswith("predicted to give the thread back")
     assert said.endswith("; nothing shows whether that saves wall time")
     assert not _facts(finding, "The GPU waited")
 

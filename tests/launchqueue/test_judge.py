@@ -297,7 +297,7 @@ def test_a_rule_turns_where_it_says(evidence: Evidence, changed: dict[str, Any],
         (
             STEP,
             "40 calls with 990 or more submissions outstanding took 5.00 ms longer than usual; "
-            "50% of the calls that meet so many are slow, and 1.0% of those that meet fewer",
+            "50% of the calls that meet that many are slow, and 1.0% of those that meet fewer",
         ),
         (BURST, "being its number 1,021 to 1,022: 1,021"),
         (replace(BURST, last=1_020), "being its number 1,021: 1,021"),

@@ -99,7 +99,7 @@ def test_the_page_lists_what_was_moved(folder: Path) -> None:
 
 def test_a_gate_can_ask_for_it(folder: Path) -> None:
     outcome = CliRunner().invoke(check, [str(folder), "--no", "blocking_server_call"])
-    assert "FAIL  causes like “blocking_server_call”: blocking_server_call" in outcome.output
+    assert "FAIL  causes whose name contains “blocking_server_call”: blocking_server_call" in outcome.output
 
 
 def test_adapters_that_wait_are_told_with_the_option_they_wait_for(folder: Path) -> None:

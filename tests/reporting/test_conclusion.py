@@ -34,15 +34,24 @@ def test_what_is_better_by_how_much_and_how_sure() -> None:
     one = said(change("gone", 0.47, 0.0), change("less", 0.05, 0.01, "unexplained"), at=cost(0.5, "faster", 0.02))
     assert one.state == "better"
     assert one.sentence.replace(TIMES_SIGN, "x") == (
-        "b is better than a: “200 copies blocked” is gone (it cost 47% of the serving window, certain), and another "
-        "finding costs less than before, and a typical submission is 2 times faster (over all calls, 95% interval "
-        "1.82x to 2.22x), "
-        "which saves the threads 2.0% of their time."
+        "b is better than a: “200 copies blocked” is gone (cost: 47% of the serving window; cause certain), and "
+        "another finding costs less than before, and a typical submission is 2 times faster (over all calls, 95% "
+        "interval 1.82x to 2.22x), which saves the threads 2.0% of their time."
     )
     assert said(change("more", 0.05, 0.3), at=AS_BEFORE).sentence.startswith(
-        "b is worse than a: “200 copies blocked” costs 30% of the serving window instead of 5.0% (certain), and a "
-        "typical "
+        "b is worse than a: “200 copies blocked” costs 30% of the serving window instead of 5.0% (cause certain), and "
+        "a typical "
     )
+
+
+def test_a_wait_without_a_cause_of_its_own_is_measured_and_no_cause() -> None:
+    wait = replace(change("gone", 0.47, 0.0, "waiting_for_copies"), confidence="certain")
+    assert (
+        "is gone (cost: 47% of the serving window; the wait is measured, its cause is not)"
+        in said(wait, at=AS_BEFORE).sentence
+    )
+    untold = replace(change("gone", 0.47, 0.0, "unexplained"), confidence="cannot tell")
+    assert "is gone (cost: 47% of the serving window; cause not known)" in said(untold, at=AS_BEFORE).sentence
 
 
 def test_a_page_sets_what_submissions_cost_below_the_headline() -> None:
@@ -50,7 +59,7 @@ def test_a_page_sets_what_submissions_cost_below_the_headline() -> None:
     head = verdict(one, [], [])
     assert (
         head.headline
-        == "b is better than a: “200 copies blocked” is gone (it cost 47% of the serving window, certain)."
+        == "b is better than a: “200 copies blocked” is gone (cost: 47% of the serving window; cause certain)."
     )
     assert head.detail.startswith("A typical submission is 1.50 times slower")
     assert "With one recording of each" in head.detail
