@@ -54,11 +54,15 @@ def command(
     check_writable(output, force=force)
     refuse_input(output, inputs)
     from kvprobe.commands._reading import diagnosed_apart, plain
+    from kvprobe.diagnosis.look_next import look_next
     from kvprobe.diagnosis.verdict import of_recording
     from kvprobe.reporting.account import account_lines
 
     recording, findings, queues, apart = diagnosed_apart(inputs, quiet=quiet, window=window)
     verdict = of_recording(recording, findings)
+    told = [one for one in findings if one.confidence != "cannot tell"]
+    named = [one for one in told if one.severity != "info"]
+    look = look_next(recording, findings) if verdict.state == "found" and not named else None
     path = write_report(
         recording, output, findings=findings, queues=queues, inputs=apart, title=title, interactive=interactive
     )
@@ -70,13 +74,12 @@ def command(
                 "verdict": verdict.to_json(),
                 "account": findings.account.to_json(),
                 "findings": [one.to_json() for one in findings],
+                "next": look.to_json() if look else None,
             }
         )
     elif not quiet:
         for line in account_lines(findings.account):
             click.echo(plain(line))
-        told = [one for one in findings if one.confidence != "cannot tell"]
-        named = [one for one in told if one.severity != "info"]
         if verdict.state == "undecided":
             _print_undecided(verdict, findings)
         elif named:
@@ -87,6 +90,9 @@ def command(
             click.echo(plain(f"{'Warning' if verdict.state == 'found' else 'Healthy'}: {said}."))
             for one in [one for one in findings if not one.abstains and one.lost_ns][:1]:
                 click.echo(plain(f"For information: {one.title}{waited_text(one)}"))
+            if look is not None:
+                click.echo(plain(f"Look at next: {look.text}"))
+                click.echo(plain(f"To narrow it down: {look.narrower}"))
         _print_beside(recording)
         click.echo(f"{path}")
     if show:

@@ -9,6 +9,7 @@ from kvprobe.output.parts import (
     ChangeJson,
     FindingJson,
     MissingJson,
+    NextJson,
     SourceJson,
     Values,
     VerdictJson,
@@ -31,13 +32,14 @@ __all__ = [
 
 
 class ReportJson(TypedDict):
-    """Where the page is, and what was found."""
+    """Where the page is, and what was found; `next`: where to look where no single cause explains much, else null."""
 
     report: str
     bytes: int
     verdict: VerdictJson
     account: AccountJson
     findings: list[FindingJson]
+    next: NextJson | None
 
 
 class TableJson(TypedDict):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvprobe.diagnosis.finding import ranked
+from kvprobe.diagnosis.look_next import look_next
 from kvprobe.diagnosis.verdict import of_recording as diagnosis_verdict
 from kvprobe.diagnosis.waiting_for_copies import CAUSE as WAITING_FOR_COPIES
 from kvprobe.diagnosis.waiting_for_host import CAUSE as WAITING_FOR_HOST
@@ -333,7 +334,10 @@ def of_recording(
     order = ranked([one for one in findings if one.confidence != "cannot tell"])
     first = order[0]
     if first.severity == "info":  # what the GPU waited is spread over many causes
-        return PageHead("warning", f"{judged.reason[:1].upper()}{judged.reason[1:]}{NO_CAUSE}.", "", facts)
+        look = look_next(recording, findings)
+        said = [f"{one[:1].upper()}{one[1:]}." for one in (look.text, look.narrower)] if look else []
+        headline = f"{judged.reason[:1].upper()}{judged.reason[1:]}{NO_CAUSE}."
+        return PageHead("warning", headline, "", facts, [*map(cure_parts, said)], action="Where to look next")
     headline = first.title.rstrip(".") + "."
     detail = _sentences([one.text for one in first.evidence[:3]], headline)
     if first.reason and first.confidence == "likely":  # what speaks against it weighs more than a second proof

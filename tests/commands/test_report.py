@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -234,3 +235,23 @@ def test_a_rate_that_is_assumed_stands_among_the_assumptions(kvprobe, tmp_path: 
     section = page[page.index("What was not read, left out or assumed") :]
     assert ("<li>assumed: the link carries 55.0" in section.replace("&nbsp;", " ")) == assumed
     assert ("GB/s, assumed" in out) == assumed
+
+
+def test_where_no_single_cause_explains_much_the_next_step_is_a_command_that_names_causes(
+    kvprobe, shared_data: Path, tmp_path: Path
+) -> None:
+    """Python is the largest line, spread over all steps; of the tenth with most of it, causes can be named."""
+    recording, page = shared_data / "nsys-ai" / "mfu_2gpu_before.sqlite", tmp_path / "page.html"
+    code, out, _ = kvprobe("report", recording, "-o", page)
+    assert code == 0 and "no single cause explains much of this" in out
+    looks, narrows = (next(line for line in out.splitlines() if line.startswith(start)) for start in NEXT)
+    assert "GPU 1" in looks and "in Python" in looks and "22.5 ms" in looks and "thread 145" in looks
+    assert "Where to look next" in page.read_text()
+    look = json.loads(kvprobe("report", recording, "-o", page, "--json")[1])["next"]
+    assert look["text"] in looks and look["command"] in narrows
+    words = shlex.split(look["command"])[1:-1]
+    told = json.loads(kvprobe(*words, tmp_path / "part.html", "--json")[1])
+    assert told["findings"][0]["severity"] == "critical" and told["next"] is None
+
+
+NEXT = ("Look at next: ", "To narrow it down: ")
