@@ -131,7 +131,10 @@ class LineChangeJson(TypedDict):
 
 
 class FindingChangeJson(TypedDict):
-    """One cause in two recordings. what: gone, new, less, more, same or undecided."""
+    """One cause in two recordings. what: gone, new, less, more, same or undecided.
+
+    below_limit: "before" or "after" where that recording has no finding of this cause, because it cost too little.
+    """
 
     cause: str
     what: str
@@ -142,6 +145,7 @@ class FindingChangeJson(TypedDict):
     share_after: float
     severity: str
     confidence: str
+    below_limit: str
 
 
 class ShiftJson(TypedDict):
