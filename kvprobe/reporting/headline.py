@@ -348,7 +348,9 @@ def of_recording(
     rest, undecided = len(order) - 1, len(findings) - len(order)
     if rest:
         more = f"{undecided} more {'is' if undecided == 1 else 'are'} undecided" if undecided else ""
-        facts.append(Fact("Other findings", str(rest), "; ".join(filter(None, (_cost_of(order[1:]), more)))))
+        named = f"{'the next: ' if rest > 1 else ''}{with_units(order[1].title.rstrip('.'))}"
+        note = "; ".join(filter(None, (named, _cost_of(order[1:]), more)))
+        facts.append(Fact("Other findings", str(rest), f"{note[:1].upper()}{note[1:]}"))
     out = PageHead(first.severity, with_units(headline), detail, facts, changes_parts(shown_changes(first)[:3]))
     if first.calls:
         same = [one for one in first.where if one.thread == first.calls[0].thread]
@@ -365,7 +367,7 @@ def _cost_of(others: Sequence[Finding]) -> str:
     waited = [one.device_ns for one in others if one.device_ns is not None]
     if not waited:
         return ""
-    them = "it" if len(others) == 1 else "them"
+    them = "it" if len(others) == 1 else f"these {len(others)}"
     if not sum(waited):
         return f"the GPU did not wait for {them}"
     return f"the GPU waited another {duration(sum(waited))} for {them}"
