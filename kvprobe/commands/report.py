@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from kvprobe.commands._paths import GivenPath, refuse_input
 from kvprobe.commands._reading import WindowOptions, window_options
@@ -48,7 +49,7 @@ def command(
     in the same way. The page first compares the inputs, and then has a section for each input. The page is one file
     that opens without a network.
     """
-    from kvprobe.reporting import check_writable, write_report
+    from kvprobe.reporting import check_writable, report_of_others, write_report
     from kvprobe.reporting.headline import NO_CAUSE, waited_text
 
     check_writable(output, force=force)
@@ -63,9 +64,14 @@ def command(
     told = [one for one in findings if one.confidence != "cannot tell"]
     named = [one for one in told if one.severity != "info"]
     look = look_next(recording, findings) if verdict.state == "found" and not named else None
+    others = ""
+    if not quiet and click.get_current_context().get_parameter_source("output") is ParameterSource.DEFAULT:
+        others = report_of_others(output, recording)  # whoever names a page knows what stands there
     path = write_report(
         recording, output, findings=findings, queues=queues, inputs=apart, title=title, interactive=interactive
     )
+    if others:
+        click.echo(plain(f"{path}: replaced the report of {others}; name a page with -o to keep both"), err=True)
     if as_json:
         REPORT.print(
             {

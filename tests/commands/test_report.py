@@ -27,6 +27,24 @@ def test_a_recording_becomes_a_page_that_names_the_cause(kvprobe, export: Path, 
     assert export.name in page
 
 
+def test_a_page_of_another_recording_is_not_replaced_in_silence(
+    kvprobe, export: Path, tmp_path: Path, monkeypatch
+) -> None:
+    other = tmp_path / "elsewhere" / export.name
+    other.parent.mkdir()
+    other.write_bytes(export.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    silent = "replaced the report of"
+    assert silent not in kvprobe("report", export)[2]
+    assert silent not in kvprobe("report", export)[2], "the same recording again"
+    assert f"kvprobe.html: {silent} {export.name}; name a page with -o" in kvprobe("report", other)[2], (
+        "alike in name alone"
+    )
+    assert silent in kvprobe("report", export, "--json")[2]
+    assert silent not in kvprobe("report", other, "-o", "kvprobe.html")[2], "whoever names the page means it"
+    assert silent not in kvprobe("report", export, "-q")[2]
+
+
 def test_json_says_where_the_page_is_and_what_was_found(kvprobe, export: Path, tmp_path: Path) -> None:
     code, out, _ = kvprobe("report", export, "-o", tmp_path / "page.html", "--json")
     assert code == 0
