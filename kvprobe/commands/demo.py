@@ -14,13 +14,14 @@ import click
 
 from kvprobe.commands._device import Seconds, device_option, runtime_of
 from kvprobe.commands._paths import GivenPath
-from kvprobe.errors import KvprobeError
+from kvprobe.errors import KvprobeError, plain
 from kvprobe.output import DEMO
 
 if TYPE_CHECKING:
     import numpy as np
 
     from kvprobe.cuda import Runtime
+    from kvprobe.diagnosis import Examination
     from kvprobe.output.machine import DemoJson
     from kvprobe.recordings.model import Recording
     from kvprobe.workload import WorkloadServer
@@ -60,8 +61,8 @@ def command(device: str, as_json: bool, report: Path, seconds: float) -> None:
     check_writable(report)
     outcome, recording = play(runtime_of(device), seconds, progress=not as_json)
     outcome["report"] = str(report)
-    write(outcome, recording, report)
-    DEMO.print(cast("DemoJson", outcome)) if as_json else show(exact(outcome, recording))
+    findings = write(outcome, recording, report)
+    DEMO.print(cast("DemoJson", outcome)) if as_json else show(exact(outcome, recording), findings)
 
 
 def play(runtime: Runtime, seconds: float, progress: bool) -> tuple[dict[str, Any], Recording]:
@@ -196,8 +197,8 @@ def exact(outcome: dict[str, Any], recording: Recording) -> dict[str, Any]:
     return out
 
 
-def write(outcome: dict[str, Any], recording: Recording, path: Path) -> None:
-    """The report of a played demo."""
+def write(outcome: dict[str, Any], recording: Recording, path: Path) -> Examination:
+    """The report of a played demo; its findings."""
     from kvprobe.diagnosis import diagnose
     from kvprobe.reporting import demo, write_report
 
@@ -211,6 +212,7 @@ def write(outcome: dict[str, Any], recording: Recording, path: Path) -> None:
         extra=demo.sections(recording, outcome),
         lead_verdict=demo.verdict(outcome, findings),
     )
+    return findings
 
 
 def _dedup_sentence(switches: list[tuple[int, bool, str]]) -> str:
@@ -220,13 +222,14 @@ def _dedup_sentence(switches: list[tuple[int, bool, str]]) -> str:
     return f"redundant-load dedup was switched {'on' if on else 'off'}: {reason}"
 
 
-def show(outcome: dict[str, Any]) -> None:
-    """The table at the end."""
+def show(outcome: dict[str, Any], findings: Examination) -> None:
+    """The table at the end, and the first change as `kvprobe report` prints it."""
     from rich.console import Console
     from rich.table import Table
 
     from kvprobe.commands._tables import print_table
     from kvprobe.diagnosis.finding import singular
+    from kvprobe.reporting.headline import change_lines
     from kvprobe.reporting.units import duration, link_share
 
     shared, auto = outcome["shared"], outcome["auto"]
@@ -279,6 +282,10 @@ def show(outcome: dict[str, Any]) -> None:
         f"all {outcome['bytes_verified'] / 1e9:.2f} GB are equal (a block counts for each request that read it)",
         highlight=False,
     )
+    named = [one for one in findings if not one.abstains and one.severity != "info"]
+    of = ", mainly of the time before the switch" if outcome["switch_log"] else ""
+    for line in [f"first finding{of}: {named[0].title}", *change_lines(named[0])] if named else []:
+        console.print(plain(line), highlight=False, markup=False, soft_wrap=True)
     console.print(f"report: {outcome['report']}", highlight=False)
 
 

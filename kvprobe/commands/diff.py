@@ -114,7 +114,7 @@ def _print(conclusion: Conclusion, changes: list[FindingChange], calls: list[Cal
     from kvprobe.commands._reading import plain
     from kvprobe.commands._tables import print_table, width_limit
     from kvprobe.reporting.compare import interval
-    from kvprobe.reporting.compared import cost_text
+    from kvprobe.reporting.compared import costs_text
     from kvprobe.reporting.units import change_text, duration
 
     console = Console(highlight=False)
@@ -133,13 +133,7 @@ def _print(conclusion: Conclusion, changes: list[FindingChange], calls: list[Cal
         )
         console.print(Text(title, style="italic"))
         for change in changes:
-            lost = [
-                cost_text(ns, share)
-                for ns, share in (
-                    (change.lost_before_ns, change.share_before),
-                    (change.lost_after_ns, change.share_after),
-                )
-            ]
+            lost = costs_text(change)
             word = f"{_SIGNS[change.what]} {change.what}"
             said = Text(f"{word:13}", styles.get(change.what, ""))
             console.print(said.append(f"{change.cause}: {lost[0]} -> {lost[1]}", "default"))

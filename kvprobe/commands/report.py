@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.core import ParameterSource
 
 from kvprobe.commands._paths import GivenPath, refuse_input
 from kvprobe.commands._reading import WindowOptions, window_options
@@ -48,20 +49,29 @@ def command(
     in the same way. The page first compares the inputs, and then has a section for each input. The page is one file
     that opens without a network.
     """
-    from kvprobe.reporting import check_writable, write_report
+    from kvprobe.reporting import check_writable, report_of_others, write_report
     from kvprobe.reporting.headline import NO_CAUSE, waited_text
 
     check_writable(output, force=force)
     refuse_input(output, inputs)
     from kvprobe.commands._reading import diagnosed_apart, plain
+    from kvprobe.diagnosis.look_next import look_next
     from kvprobe.diagnosis.verdict import of_recording
     from kvprobe.reporting.account import account_lines
 
     recording, findings, queues, apart = diagnosed_apart(inputs, quiet=quiet, window=window)
     verdict = of_recording(recording, findings)
+    told = [one for one in findings if one.confidence != "cannot tell"]
+    named = [one for one in told if one.severity != "info"]
+    look = look_next(recording, findings) if verdict.state == "found" and not named else None
+    others = ""
+    if not quiet and click.get_current_context().get_parameter_source("output") is ParameterSource.DEFAULT:
+        others = report_of_others(output, recording)  # whoever names a page knows what stands there
     path = write_report(
         recording, output, findings=findings, queues=queues, inputs=apart, title=title, interactive=interactive
     )
+    if others:
+        click.echo(plain(f"{path}: replaced the report of {others}; name a page with -o to keep both"), err=True)
     if as_json:
         REPORT.print(
             {
@@ -70,13 +80,12 @@ def command(
                 "verdict": verdict.to_json(),
                 "account": findings.account.to_json(),
                 "findings": [one.to_json() for one in findings],
+                "next": look.to_json() if look else None,
             }
         )
     elif not quiet:
         for line in account_lines(findings.account):
             click.echo(plain(line))
-        told = [one for one in findings if one.confidence != "cannot tell"]
-        named = [one for one in told if one.severity != "info"]
         if verdict.state == "undecided":
             _print_undecided(verdict, findings)
         elif named:
@@ -87,6 +96,9 @@ def command(
             click.echo(plain(f"{'Warning' if verdict.state == 'found' else 'Healthy'}: {said}."))
             for one in [one for one in findings if not one.abstains and one.lost_ns][:1]:
                 click.echo(plain(f"For information: {one.title}{waited_text(one)}"))
+            if look is not None:
+                click.echo(plain(f"Look at next: {look.text}"))
+                click.echo(plain(f"To narrow it down: {look.narrower}"))
         _print_beside(recording)
         click.echo(f"{path}")
     if show:

@@ -17,6 +17,7 @@ import numpy as np
 from kvprobe.account import Line
 from kvprobe.diagnosis.finding import LABELLED, MEASURED, Change, Evidence, Finding, cause_of
 from kvprobe.diagnosis.joined import SLOW_NS, JoinedRecording, ms
+from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import CallKind, Label
 
 CAUSE = cause_of(__name__)
@@ -33,6 +34,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     overlap = cover.within(joined.start[rows], joined.end[rows])
     rows, overlap = rows[overlap > 0], overlap[overlap > 0]
     # A call that a flush delays waits for the flush's lock and then works through what queued up behind it.
+    inside = cover.intersect_ns(Cover(joined.start[rows], joined.end[rows]))  # once, however many threads it delayed
     ns = np.where(overlap * 5 >= excess[rows], excess[rows], overlap)
     return joined.host_finding(
         CAUSE,
@@ -49,7 +51,7 @@ def find(joined: JoinedRecording) -> Finding | None:
                 LABELLED,
             ),
             Evidence(f"the recorder worked for {ms(cover.total_ns)} in all", cover.total_ns, "ns", LABELLED),
-            Evidence(f"{ms(int(overlap.sum()))} of this lie in these calls", int(overlap.sum()), "ns", MEASURED),
+            Evidence(f"{ms(inside)} of this lie in these calls", inside, "ns", MEASURED),
         ),
         cure=(
             Change(

@@ -64,11 +64,6 @@ def find(joined: JoinedRecording) -> Finding | None:
                 INFERRED,
             )
         )
-    ours = any(one.format == "kvprobe" for one in joined.recording.source)
-    again = "--stacks-after 5 " if ours else ""  # by default a stack is taken of what blocks for 50 ms
-    stacks = f"Python stacks (`kvprobe run {again}-- COMMAND`), or with "
-    if int(joined.dur[rows].max()) < STACKED_NS:
-        stacks = ""
     return joined.open_question(
         CAUSE,
         f"{{calls}} slow {noun} without a known cause: {{lost}}",
@@ -79,6 +74,24 @@ def find(joined: JoinedRecording) -> Finding | None:
         "and were made while their queues had free slots"
         if known.any()
         else "the recording does not show how full the launch queues were",
-        record=f"Record again with {stacks}Nsight Systems' scheduling trace, to see where the thread was",
+        record=_how_to_record(joined, bool(known.any()), int(joined.dur[rows].max())),
         chart=joined.slow_calls_chart(rows, "Slow submissions without a known cause"),
+    )
+
+
+def _how_to_record(joined: JoinedRecording, known: bool, longest_ns: int) -> str:
+    """What would answer the reason; `known`: how full the queues were is, and so the question is where a thread was."""
+    if not joined.recording.has_executions:
+        return "Record what the GPU executes, which needs a GPU and Nsight Systems: `kvprobe run --nsys -- COMMAND`"
+    if not known:
+        return (
+            "Record with Nsight Systems 2025.5.2 or later, which labels calls that meet a full queue: "
+            "`kvprobe run --nsys -- COMMAND`"
+        )
+    ours = any(one.format == "kvprobe" for one in joined.recording.source)
+    again = "--stacks-after 5 " if ours else ""  # by default a stack is taken of what blocks for 50 ms
+    stacks = f"with Python stacks (`kvprobe run {again}-- COMMAND`), or " if longest_ns >= STACKED_NS else ""
+    return (
+        f"Record again {stacks}with Nsight Systems' scheduling trace, to see where the thread was: "
+        "`nsys profile -t cuda,nvtx --cpuctxsw=process-tree COMMAND`"
     )

@@ -281,8 +281,10 @@ class Adapter:
 
     def decide(self, what: str, why: str, *, before: str = "", after: str = "", **evidence: Any) -> None:
         """Log a decision and write it to the event file."""
-        change = f" {before} -> {after}" if after else ""
-        log.info("kvprobe: %s: %s%s: %s", self.name, what, change, why)
+        from kvprobe.offload.rungs import decision_text
+
+        change = decision_text(what, before, after) if after else what
+        log.info("kvprobe: %s: %s: %s", self.name, change, why)
         event_log.emit(
             "decision",
             adapter=self.name,
@@ -294,4 +296,4 @@ class Adapter:
         )
         from kvprobe.instrument import nvtx_marks
 
-        nvtx_marks.mark(f"{self.name}: {what}{change}")
+        nvtx_marks.mark(f"{self.name}: {change}")

@@ -47,7 +47,7 @@ from kvprobe.offload.job import DIRECTION, Fault, Refusal, broken_by, fence, ref
 from kvprobe.offload.methods import METHOD_NAMES, ExpectedTimes, Methods, copier_for, measure_now, method_table
 from kvprobe.offload.options import EngineKeywords, EngineOptions
 from kvprobe.offload.resources import Resources
-from kvprobe.offload.rungs import Rung, Sample
+from kvprobe.offload.rungs import Rung, Sample, decision_text
 from kvprobe.offload.shared import SharedSubmission
 from kvprobe.offload.submitter import open_native, table_rate
 from kvprobe.offload.transfer import Transfer
@@ -374,7 +374,8 @@ class OffloadEngine:
         self._judge()
         with contextlib.suppress(IndexError):  # another thread said it
             while self._to_say and self._to_say[0][0] <= now_ns:
-                log.warning("auto: %s %s -> %s: %s", *self._to_say.popleft()[1:])
+                _, what, before, after, why = self._to_say.popleft()
+                log.warning("auto: %s: %s", decision_text(what, before, after), why)
             if self._to_say:
                 self._due_ns = min(self._due_ns, self._to_say[0][0])
 

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from kvprobe.durations import time_text
 
-__all__ = ["Comparison", "Costs", "Decision", "Decisions", "Excess", "Rung", "Sample", "compare"]
+__all__ = ["Comparison", "Costs", "Decision", "Decisions", "Excess", "Rung", "Sample", "compare", "decision_text"]
 
+WHOLE = 10  # times: a gain of that many and more is said without decimals
 MOST_DECISIONS = 1000  # that are kept: a server runs for months
 
 
@@ -221,9 +222,10 @@ class Comparison:
     @property
     def gain(self) -> str:
         """What became cheaper, in words."""
+        over = f"over {self.transfers} transfers"
         if self.submit_gain >= self.copy_gain:
-            return f"submission is {self.submit_gain:.1f} times cheaper over {self.transfers} transfers"
-        return f"the copies are {self.copy_gain:.1f} times faster over {self.transfers} transfers"
+            return f"{over}, a submission was {_times(self.submit_gain)} times cheaper"
+        return f"{over}, the copies were {_times(self.copy_gain)} times faster"
 
     @property
     def loss(self) -> str:
@@ -243,6 +245,15 @@ class Comparison:
             "copy_ns_per_byte_after": self.copy_after,
             "copy_gain": self.copy_gain,
         }
+
+
+def _times(gain: float) -> str:
+    return f"{gain:.1f}" if gain < WHOLE else f"{gain:,.0f}"
+
+
+def decision_text(what: str, before: object, after: object) -> str:
+    """How a decision begins in a log: of two rungs, or what they are called, which one auto moved to, or keeps."""
+    return f"keep {after} (before: {before})" if what == "keep" else f"{what} {before} -> {after}"
 
 
 def compare(before: Costs, after: Costs) -> Comparison:

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 __all__ = ["SCHEMA_VERSION", "VERSION_KEY", "Document"]
 
 # Of all documents together: what goes away or changes its type steps the first number, what is added the second.
-SCHEMA_VERSION = "1.1"
+SCHEMA_VERSION = "1.2"
 VERSION_KEY = "kvprobe_json"
 
 _T = TypeVar("_T")

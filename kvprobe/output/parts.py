@@ -12,6 +12,8 @@ __all__ = [
     "FindingJson",
     "GpuJson",
     "MissingJson",
+    "NextJson",
+    "PlaceJson",
     "SourceJson",
     "ThreadJson",
     "VerdictJson",
@@ -163,6 +165,33 @@ class FindingJson(TypedDict):
     calls: list[CallJson]
     window: list[int]
     reason: str
+
+
+class PlaceJson(TypedDict):
+    """A range, a call or a line of code, and how long a thread was there."""
+
+    place: str
+    ns: int
+
+
+class NextJson(TypedDict):
+    """Where to look next: the largest line of a GPU's account that is a wait, and the command that narrows it down.
+
+    `pid` and `thread` are -1 where no thread is known. `from_ns` and `to_ns`, from the recording's first instant on,
+    are the part of the serving window with most of the line, and part_ns is how much of it.
+    """
+
+    text: str
+    command: str
+    gpu: int
+    line: str
+    ns: int
+    pid: int
+    thread: int
+    places: list[PlaceJson]
+    from_ns: int
+    to_ns: int
+    part_ns: int
 
 
 class SourceJson(TypedDict):

@@ -9,6 +9,7 @@ from kvprobe.output.parts import (
     ChangeJson,
     FindingJson,
     MissingJson,
+    NextJson,
     SourceJson,
     Values,
     VerdictJson,
@@ -31,13 +32,14 @@ __all__ = [
 
 
 class ReportJson(TypedDict):
-    """Where the page is, and what was found."""
+    """Where the page is, and what was found; `next`: where to look where no single cause explains much, else null."""
 
     report: str
     bytes: int
     verdict: VerdictJson
     account: AccountJson
     findings: list[FindingJson]
+    next: NextJson | None
 
 
 class TableJson(TypedDict):
@@ -129,7 +131,10 @@ class LineChangeJson(TypedDict):
 
 
 class FindingChangeJson(TypedDict):
-    """One cause in two recordings. what: gone, new, less, more, same or undecided."""
+    """One cause in two recordings. what: gone, new, less, more, same or undecided.
+
+    below_limit: "before" or "after" where that recording has no finding of this cause, because it cost too little.
+    """
 
     cause: str
     what: str
@@ -140,6 +145,7 @@ class FindingChangeJson(TypedDict):
     share_after: float
     severity: str
     confidence: str
+    below_limit: str
 
 
 class ShiftJson(TypedDict):

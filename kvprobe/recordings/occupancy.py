@@ -29,7 +29,7 @@ from kvprobe.recordings.numbered import event_records
 if TYPE_CHECKING:
     from kvprobe.launchqueue.judge import QueueConclusion, State
 
-__all__ = ["Occupancy", "StreamOccupancy", "depth_series", "group_ns", "innermost_range", "occupancy"]
+__all__ = ["Occupancy", "StreamOccupancy", "depth_series", "group_ns", "innermost_at", "innermost_range", "occupancy"]
 
 _NEVER = np.iinfo(np.int64).max
 _AT_ONCE = 1 << 18  # calls whose temporaries stay small
@@ -613,34 +613,41 @@ def group_ns(values: Array, by: Array) -> dict[int, int]:
 
 
 def innermost_range(recording: Recording, rows: Array) -> Array:
-    """For each of these calls, the row of `ranges` that most closely contains its entry on its thread; -1 none.
-
-    Start/end ranges may overlap; the one that began last and still runs is taken.
-    """
-    calls, ranges = recording.calls, recording.ranges
+    """For each of these calls, the row of `ranges` that most closely contains its entry on its thread; -1 none."""
+    calls = recording.calls
     out = np.full(len(rows), -1, dtype=np.int64)
-    if not ranges.rows or not len(rows):
+    if not recording.ranges.rows or not len(rows):
         return out
     owners, place = pairs(calls["process"][rows], calls["thread"][rows])
     for at_owner, (process, thread) in enumerate(owners):
-        mine = np.flatnonzero((ranges["process"] == process) & (ranges["thread"] == thread))
         wanted = np.flatnonzero(place == at_owner)
-        if not len(mine):
-            continue
-        mine = mine[np.argsort(ranges["start_ns"][mine], kind="stable")]
-        starts, ends = ranges["start_ns"][mine].tolist(), ranges["end_ns"][mine].tolist()
-        order = wanted[np.argsort(calls["start_ns"][rows[wanted]], kind="stable")]
-        stack: list[int] = []
-        i = 0
-        for at in order.tolist():
-            now = int(calls["start_ns"][rows[at]])
-            while i < len(starts) and starts[i] <= now:
-                while stack and ends[stack[-1]] <= starts[i]:
-                    stack.pop()
-                stack.append(i)
-                i += 1
-            while stack and ends[stack[-1]] <= now:
+        out[wanted] = innermost_at(recording, process, thread, calls["start_ns"][rows[wanted]])
+    return out
+
+
+def innermost_at(recording: Recording, process: int, thread: int, at_ns: Array) -> Array:
+    """For each of these instants, the row of `ranges` that most closely contains it on this thread; -1 none.
+
+    Start/end ranges may overlap; the one that began last and still runs is taken.
+    """
+    ranges = recording.ranges
+    out = np.full(len(at_ns), -1, dtype=np.int64)
+    mine = np.flatnonzero((ranges["process"] == process) & (ranges["thread"] == thread))
+    if not len(mine):
+        return out
+    mine = mine[np.argsort(ranges["start_ns"][mine], kind="stable")]
+    starts, ends = ranges["start_ns"][mine].tolist(), ranges["end_ns"][mine].tolist()
+    stack: list[int] = []
+    i = 0
+    for at in np.argsort(at_ns, kind="stable").tolist():
+        now = int(at_ns[at])
+        while i < len(starts) and starts[i] <= now:
+            while stack and ends[stack[-1]] <= starts[i]:
                 stack.pop()
-            if stack:
-                out[at] = mine[stack[-1]]
+            stack.append(i)
+            i += 1
+        while stack and ends[stack[-1]] <= now:
+            stack.pop()
+        if stack:
+            out[at] = mine[stack[-1]]
     return out

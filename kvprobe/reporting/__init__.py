@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvprobe.reporting.page import build_page, check_writable, write_report
+    from kvprobe.reporting.page import build_page, check_writable, report_of_others, write_report
 
-__all__ = ["build_page", "check_writable", "write_report"]
+__all__ = ["build_page", "check_writable", "report_of_others", "write_report"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,7 @@ equal number, each stretch becomes a histogram of 1% wide bins, and quantiles ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -38,11 +38,13 @@ __all__ = [
 ]
 
 Array = npt.NDArray[Any]
+Small = tuple[int, float]  # ns, and the share that it is
 
 BLOCKS = 40
 LEAST = 40  # calls on each side: below, a quantile says nothing
 VERDICTS = {"slower": "slower", "faster": "faster", "same": "", "unsure": "unsure"}  # beside the change itself
 LEAST_MOVED = 0.002  # of the window: what a finding cost, is no less or more by a smaller part of it
+HARDLY = 0.1  # of a finding's share: where the other side has no more than that, the finding is gone or new
 NOTABLE = 0.05  # smaller changes are not called a change, however certain
 _COMPARED = (*SUBMITTING, CallKind.COPY_SYNC, CallKind.SYNC, CallKind.ALLOC)
 
@@ -87,7 +89,9 @@ class FindingChange:
     """One cause: "gone", "new", "less", "more" or "same", by what it cost (`Finding.cost_share`).
 
     "undecided" where the recording that should prove it less or more is too poor to prove anything. `severity` is the
-    worse and `confidence` the weaker of the two findings'.
+    worse and `confidence` the weaker of the two findings'. `below_limit` is the side, "before" or "after", that has no
+    finding of this cause and yet a cost, too small for one; "" none. A finding is new or gone where that is `HARDLY`
+    anything, else more or less.
     """
 
     cause: str
@@ -99,6 +103,7 @@ class FindingChange:
     share_after: float
     severity: str = "info"
     confidence: str = "likely"
+    below_limit: str = ""
 
     def to_json(self) -> FindingChangeJson:
         """All fields."""
@@ -106,7 +111,12 @@ class FindingChange:
 
 
 def compare_findings(
-    before: Sequence[Finding], after: Sequence[Finding], before_tells: bool = True, after_tells: bool = True
+    before: Sequence[Finding],
+    after: Sequence[Finding],
+    before_tells: bool = True,
+    after_tells: bool = True,
+    small_before: Mapping[str, Small] | None = None,
+    small_after: Mapping[str, Small] | None = None,
 ) -> list[FindingChange]:
     """Matches findings by cause, most time (as a share of the time of its threads) first; abstentions are left out.
 
@@ -115,14 +125,18 @@ def compare_findings(
         after: see there.
         before_tells: it says enough to prove what is not in it; `after_tells` likewise.
         after_tells: see there.
+        small_before: ns and share of what a cause cost there although that is too little for a finding, where known.
+        small_after: likewise.
     """
     old = {one.cause: one for one in before if one.confidence != "cannot tell"}
     new = {one.cause: one for one in after if one.confidence != "cannot tell"}
     out = []
     for cause in dict.fromkeys([*old, *new]):
         one, two = old.get(cause), new.get(cause)
-        shares = one.cost_share if one else 0.0, two.cost_share if two else 0.0
-        if one is None or two is None:
+        costs = _cost(one, cause, small_before or {}), _cost(two, cause, small_after or {})
+        lost, shares = (costs[0][0], costs[1][0]), (costs[0][1], costs[1][1])
+        below = "before" if one is None and lost[0] else "after" if two is None and lost[1] else ""
+        if (one is None or two is None) and min(shares) <= HARDLY * max(shares):
             what = "gone" if two is None else "new"
         elif abs(shares[1] - shares[0]) <= max(0.1 * max(shares), LEAST_MOVED):
             what = "same"
@@ -133,9 +147,13 @@ def compare_findings(
         sides = [side for side in (two, one) if side]
         worst = min((side.severity for side in sides), key=SEVERITIES.index)
         sure = "certain" if all(side.confidence == "certain" for side in sides) else "likely"
-        lost = one.lost_ns if one else 0, two.lost_ns if two else 0
-        out.append(FindingChange(cause, what, sides[0].title, *lost, *shares, worst, sure))
+        out.append(FindingChange(cause, what, sides[0].title, *lost, *shares, worst, sure, below))
     return sorted(out, key=lambda change: -max(change.share_before, change.share_after))
+
+
+def _cost(finding: Finding | None, cause: str, small: Mapping[str, Small]) -> Small:
+    """The ns that a cause lost and its share: of its finding, or what is known to be too little for one."""
+    return (finding.lost_ns, finding.cost_share) if finding else small.get(cause, (0, 0.0))
 
 
 def submission_cost(before: Recording, after: Recording, spans_ns: tuple[int, int]) -> SubmissionCost | None:

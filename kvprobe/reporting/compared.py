@@ -62,21 +62,31 @@ def _findings(changes: Sequence[FindingChange]) -> Any:
         [
             WHAT[one.what],
             one.title,
-            (cost_text(one.lost_before_ns, one.share_before), one.share_before),
-            (cost_text(one.lost_after_ns, one.share_after), one.share_after),
+            *((text, share) for text, share in zip(costs_text(one), (one.share_before, one.share_after), strict=True)),
         ]
         for one in changes
     ]
     return table("Findings", ["Now", "Finding", "Cost before", "Cost after"], rows)
 
 
-def cost_text(ns: int, share: float) -> str:
-    """What a finding cost: the share of the window, and beside it the time that its threads, copies or GPU lost."""
+def costs_text(change: FindingChange) -> tuple[str, str]:
+    """What a finding cost before and after."""
+    return (
+        cost_text(change.lost_before_ns, change.share_before, change.below_limit == "before"),
+        cost_text(change.lost_after_ns, change.share_after, change.below_limit == "after"),
+    )
+
+
+def cost_text(ns: int, share: float, below: bool = False) -> str:
+    """What a finding cost: the share of the window, and beside it the time that its threads, copies or GPU lost.
+
+    `below`: it was too little for a finding.
+    """
     if not ns:
         return "nothing"
-    return (
-        f"{percent(share)} ({duration(ns)} lost)" if share else f"nothing ({duration(ns)} lost beside the GPU's work)"
-    )
+    if not share:
+        return f"nothing ({duration(ns)} lost beside the GPU's work)"
+    return f"{percent(share)} ({duration(ns)} lost{', below the limit of a finding' if below else ''})"
 
 
 def _calls(calls: Sequence[CallChange]) -> Any:

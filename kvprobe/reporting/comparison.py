@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvprobe.account import COPIES, HOST
+from kvprobe.diagnosis import waiting_for_copies, waiting_for_host
+from kvprobe.diagnosis.left import left_between_kernels
 from kvprobe.diagnosis.verdict import of_recording
 from kvprobe.reporting.alike import compare_accounts, unlike
 from kvprobe.reporting.compare import compare_calls, compare_findings, submission_cost
@@ -76,7 +79,8 @@ def compare_recordings(before: Side, after: Side, parts: tuple[Recording, Record
     (name, one, found_before), (other, two, found_after) = before, after
     lengths = one.window.span_ns if one.window else 0, two.window.span_ns if two.window else 0
     verdicts = [of_recording(one, found_before), of_recording(two, found_after)]
-    changes = compare_findings(found_before, found_after, not verdicts[0].missing, not verdicts[1].missing)
+    tells = not verdicts[0].missing, not verdicts[1].missing
+    changes = compare_findings(found_before, found_after, *tells, _left(found_before), _left(found_after))
     missing = {
         title: verdict.missing[0] for title, verdict in zip((name, other), verdicts, strict=True) if verdict.missing
     }
@@ -90,3 +94,9 @@ def compare_recordings(before: Side, after: Side, parts: tuple[Recording, Record
         calls=compare_calls(*parts),
         conclusion=conclude(name, other, changes, submission_cost(*parts, lengths), missing),
     )
+
+
+def _left(found: Examination) -> dict[str, tuple[int, float]]:
+    """Ns and share of the waits that no cause explains, by the cause that is named after them."""
+    waits = ((waiting_for_copies.CAUSE, COPIES), (waiting_for_host.CAUSE, HOST))
+    return {cause: left_between_kernels(found.account, lines) for cause, lines in waits}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvprobe.diagnosis.finding import ranked
+from kvprobe.diagnosis.look_next import look_next
 from kvprobe.diagnosis.verdict import of_recording as diagnosis_verdict
 from kvprobe.diagnosis.waiting_for_copies import CAUSE as WAITING_FOR_COPIES
 from kvprobe.diagnosis.waiting_for_host import CAUSE as WAITING_FOR_HOST
@@ -334,7 +335,10 @@ def of_recording(
     order = ranked([one for one in findings if one.confidence != "cannot tell"])
     first = order[0]
     if first.severity == "info":  # what the GPU waited is spread over many causes
-        return PageHead("warning", f"{judged.reason[:1].upper()}{judged.reason[1:]}{NO_CAUSE}.", "", facts)
+        look = look_next(recording, findings)
+        said = [f"{one[:1].upper()}{one[1:]}." for one in (look.text, look.narrower)] if look else []
+        headline = f"{judged.reason[:1].upper()}{judged.reason[1:]}{NO_CAUSE}."
+        return PageHead("warning", headline, "", facts, [*map(cure_parts, said)], action="Where to look next")
     headline = first.title.rstrip(".") + "."
     detail = _sentences([one.text for one in first.evidence[:3]], headline)
     if first.reason and first.confidence == "likely":  # what speaks against it weighs more than a second proof
@@ -345,7 +349,9 @@ def of_recording(
     rest, undecided = len(order) - 1, len(findings) - len(order)
     if rest:
         more = f"{undecided} more {'is' if undecided == 1 else 'are'} undecided" if undecided else ""
-        facts.append(Fact("Other findings", str(rest), "; ".join(filter(None, (_cost_of(order[1:]), more)))))
+        named = f"{'the next: ' if rest > 1 else ''}{with_units(order[1].title.rstrip('.'))}"
+        note = "; ".join(filter(None, (named, _cost_of(order[1:]), more)))
+        facts.append(Fact("Other findings", str(rest), f"{note[:1].upper()}{note[1:]}"))
     out = PageHead(first.severity, with_units(headline), detail, facts, changes_parts(shown_changes(first)[:3]))
     if first.calls:
         same = [one for one in first.where if one.thread == first.calls[0].thread]
@@ -362,7 +368,7 @@ def _cost_of(others: Sequence[Finding]) -> str:
     waited = [one.device_ns for one in others if one.device_ns is not None]
     if not waited:
         return ""
-    them = "it" if len(others) == 1 else "them"
+    them = "it" if len(others) == 1 else f"these {len(others)}"
     if not sum(waited):
         return f"the GPU did not wait for {them}"
     return f"the GPU waited another {duration(sum(waited))} for {them}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from kvprobe.errors import UsageError
 from kvprobe.recordings.serving import recorded_span
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvprobe.recordings.model import Recording
     from kvprobe.recordings.occupancy import Occupancy
 
-__all__ = ["build_page", "check_writable", "write_report", "write_whole"]
+__all__ = ["build_page", "check_writable", "report_of_others", "write_report", "write_whole"]
 
 _UNSCRIPTED = (  # a chart without its script is its table; what only a script does is not offered
     ".plot,.strip,.readout,.seen,.theme,.copy{display:none}th[aria-sort] button::after{content:none}"
@@ -188,6 +188,19 @@ def check_writable(path: str | os.PathLike[str], force: bool = True) -> Path:
             if GENERATOR not in file.read(4096):
                 raise UsageError(f"{target} exists and is not a report of kvprobe; use -f to overwrite it")
     return target
+
+
+def report_of_others(path: str | os.PathLike[str], recording: Recording) -> str:
+    """The title of the report at `path`, if that is a report, and not of the files that `recording` was read from."""
+    try:
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    found = re.search(r"<title>(.*) · kvprobe</title>", text)
+    if GENERATOR.decode() not in text[:4096] or found is None:
+        return ""
+    same = all(f">{escape(one.path)}<" in text for one in recording.source)
+    return "" if same else Markup(found[1]).unescape()
 
 
 def _title(recording: Recording | None) -> str:

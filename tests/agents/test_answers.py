@@ -13,7 +13,7 @@ from kvprobe.agents.answers import MOST_CHARACTERS, answer, failure
 from kvprobe.errors import UsageError
 
 DOCUMENT = {
-    "kvprobe_json": "1.1",
+    "kvprobe_json": "1.2",
     "findings": [{"cause": f"c{i}", "calls": [{"row": j, "stack": ["f"] * 30} for j in range(40)]} for i in range(9)],
     "machine": {f"key {i}": i for i in range(5000)},
     "note": "x" * 100_000,

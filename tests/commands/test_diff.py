@@ -57,6 +57,16 @@ def test_usual_costs_that_rose_make_a_recording_worse(kvprobe, shared_data: Path
     assert "which costs the threads 2.5% of their time." in said
 
 
+def test_a_wait_below_the_limit_of_a_finding_is_printed_with_its_figure(kvprobe, shared_data: Path) -> None:
+    pair = [shared_data / f"nsys-ai/mfu_2gpu_{side}.sqlite" for side in ("before", "after")]
+    _, out, _ = kvprobe("diff", *pair)
+    assert "waiting_for_host: 9.2% (27.6 ms lost, below the limit of a finding) -> 17%" in " ".join(out.split())
+    changes = json.loads(kvprobe("diff", *pair[::-1], "--json")[1])["findings"]
+    (waited,) = [one for one in changes if one["cause"] == "waiting_for_host"]
+    assert (waited["what"], waited["below_limit"]) == ("less", "after")
+    assert 0.09 < waited["share_after"] < 0.10
+
+
 def walk(rng: np.random.Generator, rows: int, scale: float = 1.0) -> np.ndarray:
     """Durations whose level wanders, as those of a real server do: neighbours resemble each other."""
     level = np.repeat(np.exp(rng.normal(0, 0.1, rows // 50 + 1)), 50)[:rows]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import html
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -23,6 +25,24 @@ def test_a_recording_becomes_a_page_that_names_the_cause(kvprobe, export: Path, 
     page = (tmp_path / "page.html").read_text()
     assert "queue was full" in page
     assert export.name in page
+
+
+def test_a_page_of_another_recording_is_not_replaced_in_silence(
+    kvprobe, export: Path, tmp_path: Path, monkeypatch
+) -> None:
+    other = tmp_path / "elsewhere" / export.name
+    other.parent.mkdir()
+    other.write_bytes(export.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    silent = "replaced the report of"
+    assert silent not in kvprobe("report", export)[2]
+    assert silent not in kvprobe("report", export)[2], "the same recording again"
+    assert f"kvprobe.html: {silent} {export.name}; name a page with -o" in kvprobe("report", other)[2], (
+        "alike in name alone"
+    )
+    assert silent in kvprobe("report", export, "--json")[2]
+    assert silent not in kvprobe("report", other, "-o", "kvprobe.html")[2], "whoever names the page means it"
+    assert silent not in kvprobe("report", export, "-q")[2]
 
 
 def test_json_says_where_the_page_is_and_what_was_found(kvprobe, export: Path, tmp_path: Path) -> None:
@@ -218,7 +238,9 @@ def test_the_terminal_names_the_further_findings_that_the_page_counts(kvprobe, t
     _, out, _ = kvprobe("report", recording, "-o", tmp_path / "page.html")
     also = [line for line in out.splitlines() if line.startswith("also")]
     assert [line.partition(":")[0] for line in also] == ["also, for information"]
-    assert f"<dt>Other findings</dt><dd>{len(also)}<" in (tmp_path / "page.html").read_text()
+    head = (tmp_path / "page.html").read_text().partition(f"<dt>Other findings</dt><dd>{len(also)}<small>")[2]
+    title = also[0].removeprefix("also, for information: ").partition("; the GPU")[0].partition(" (")[0]
+    assert html.unescape(head.partition("</small>")[0]).replace("\u00a0", " ").startswith(f"{title}; the GPU")
 
 
 @pytest.mark.parametrize(
@@ -234,3 +256,23 @@ def test_a_rate_that_is_assumed_stands_among_the_assumptions(kvprobe, tmp_path: 
     section = page[page.index("What was not read, left out or assumed") :]
     assert ("<li>assumed: the link carries 55.0" in section.replace("&nbsp;", " ")) == assumed
     assert ("GB/s, assumed" in out) == assumed
+
+
+def test_where_no_single_cause_explains_much_the_next_step_is_a_command_that_names_causes(
+    kvprobe, shared_data: Path, tmp_path: Path
+) -> None:
+    """Python is the largest line, spread over all steps; of the tenth with most of it, causes can be named."""
+    recording, page = shared_data / "nsys-ai" / "mfu_2gpu_before.sqlite", tmp_path / "page.html"
+    code, out, _ = kvprobe("report", recording, "-o", page)
+    assert code == 0 and "no single cause explains much of this" in out
+    looks, narrows = (next(line for line in out.splitlines() if line.startswith(start)) for start in NEXT)
+    assert "GPU 1" in looks and "in Python" in looks and "22.5 ms" in looks and "thread 145" in looks
+    assert "Where to look next" in page.read_text()
+    look = json.loads(kvprobe("report", recording, "-o", page, "--json")[1])["next"]
+    assert look["text"] in looks and look["command"] in narrows
+    words = shlex.split(look["command"])[1:-1]
+    told = json.loads(kvprobe(*words, tmp_path / "part.html", "--json")[1])
+    assert told["findings"][0]["severity"] == "critical" and told["next"] is None
+
+
+NEXT = ("Look at next: ", "To narrow it down: ")

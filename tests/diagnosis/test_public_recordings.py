@@ -133,6 +133,13 @@ def test_profiler_flushes_are_named_and_the_rest_is_abstained_from(found, path, 
     assert sum(place.calls for f in (findings["profiler_overhead"], rest) for place in f.where) == slow
 
 
+def test_of_the_recorders_work_no_more_lies_in_delayed_calls_than_there_is(found):
+    """Two threads were delayed by the same flush: it counts once, as in the sum of the recorder's work."""
+    told = found("nsys-ai/mfu_2gpu_before.sqlite")["profiler_overhead"].evidence
+    whole, part = (next(one.value for one in told if words in one.text) for words in ("in all", "lie in these calls"))
+    assert 0.5 * whole < part <= whole
+
+
 def test_lazy_loading_is_what_was_slow_in_a_shallow_eager_step(found):
     findings = found("tracelens/b200_eager_trace.json.gz")
     assert not QUEUE & set(findings)

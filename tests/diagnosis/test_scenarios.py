@@ -15,7 +15,6 @@ NOT_PLAYED = {
     "waiting_for_host",
     "profiler_overhead",
     "first_calls",
-    "unexplained",
     "blocking_server_call",
     "pinning_stall",
     "wasted_stores",

@@ -3,7 +3,7 @@
 import pytest
 
 from kvprobe.offload.auto import COOL_DOWN_NS, LOOK_NS, REST, TRIAL, Auto
-from kvprobe.offload.rungs import Costs, Rung, Sample, compare
+from kvprobe.offload.rungs import Costs, Rung, Sample, compare, decision_text
 
 OWN, BATCH, POOLED = Rung("shared", "loop"), Rung("shared", "batch"), Rung("pooled", "loop")
 
@@ -155,6 +155,14 @@ def test_one_blocked_call_among_many_is_weighed_with_all_of_them():
     assert 80 < seen.submit_gain < 90
 
 
+def test_a_line_of_the_log_says_which_rung_is_kept_and_what_it_is_compared_with():
+    calls, handed = [Sample(64, 64_000, 64 << 12, OWN)] * 8, [Sample(64, 64, 64 << 12, POOLED)] * 8
+    seen = compare(costs(*calls), costs(*handed))
+    assert seen.gain == "over 8 transfers, a submission was 1,000 times cheaper"
+    assert decision_text("keep", OWN, POOLED) == f"keep {POOLED} (before: {OWN})"
+    assert decision_text("rollback", POOLED, OWN) == f"rollback {POOLED} -> {OWN}"
+
+
 def test_what_copies_take_on_a_rung_is_as_predicted_until_it_is_measured():
     own = Sample(64, 64_000, 4 << 20, OWN, expected_ns=80_000, copy_ns=240_000)
     handed = Sample(64, 20_000, 4 << 20, POOLED)
@@ -191,7 +199,7 @@ def test_copies_far_below_the_calibrated_rate_are_a_cause_of_their_own():
     assert log[0][2]["cause"] == "small_copies"
     trial(one, per_copy=110, copy_ns=100_000)
     assert log[-1][0] == "keep"
-    assert "copies are" in log[-1][1]
+    assert "the copies were " in log[-1][1]
 
 
 def test_a_caller_that_does_nothing_but_submit_is_a_cause_where_asked_for():

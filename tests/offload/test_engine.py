@@ -244,6 +244,15 @@ def test_requests_under_the_shared_policy_say_a_line_in_time(bench, caplog):
         assert caplog.messages == [f"auto: note {base} -> {base}: nothing is left to try"]
 
 
+def test_a_line_of_the_log_names_what_auto_keeps_first(bench, caplog):
+    b = bench(layers=2, blocks=32, virtual_clock=1)
+    with b.engine(policy="auto") as engine:
+        base = engine.auto.base
+        engine._decided("keep", "it is cheaper", before=base, after=base._replace(policy="pooled"))
+        engine.wait()
+        assert caplog.messages == [f"auto: keep {base._replace(policy='pooled')} (before: {base}): it is cheaper"]
+
+
 @pytest.mark.parametrize("then", ["load", "poll"])
 def test_what_a_shared_transfer_cost_is_judged_in_the_next_call(bench, monkeypatch, then):
     b = bench(layers=2, blocks=32, virtual_clock=1)

@@ -9,7 +9,7 @@ import pytest
 from kvprobe.diagnosis.finding import Finding
 from kvprobe.diagnosis.verdict import MissingPart
 from kvprobe.reporting.compare import FindingChange, Shift, SubmissionCost, compare_findings
-from kvprobe.reporting.compared import verdict
+from kvprobe.reporting.compared import costs_text, verdict
 from kvprobe.reporting.conclusion import Conclusion, conclude
 from kvprobe.reporting.units import TIMES_SIGN
 
@@ -115,3 +115,17 @@ def test_less_by_a_trifle_of_the_window_is_as_before() -> None:
 
     assert [one.what for one in compare_findings(found(128, 0.002), found(130, 0.001))] == ["same"]
     assert [one.what for one in compare_findings(found(128, 0.02), found(130, 0.01))] == ["less"]
+
+
+@pytest.mark.parametrize(
+    ("small", "what"), [(0.09, "more"), (0.115, "same"), (0.011, "new")], ids=["below it", "almost at it", "a trifle"]
+)
+def test_what_was_below_the_limit_of_a_finding_is_no_nothing(small: float, what: str) -> None:
+    """A cost of 9% that became 12% has grown by a third; only the report's limit lies in between."""
+    cause, ns = "waiting_for_host", round(1e9 * small)
+    after = [replace(Finding(cause, "waited", "warning", "certain", 120_000_000, (), ()), cost_share=0.12)]
+    (one,) = compare_findings([], after, small_before={cause: (ns, small)})
+    assert (one.what, one.lost_before_ns, one.share_before, one.below_limit) == (what, ns, small, "before")
+    assert "below the limit of a finding" in costs_text(one)[0] and "below" not in costs_text(one)[1]
+    (other,) = compare_findings(after, [], small_after={cause: (ns, small)})
+    assert other.what == {"more": "less", "same": "same", "new": "gone"}[what] and other.below_limit == "after"
