@@ -47,23 +47,6 @@ def busy(recording: Recording, engine: Engine, at_least: int = 0) -> list[int]:
     return sorted(length[(spans["engine"] == engine) & (length >= at_least)].tolist())
 
 
-def test_long_runs_are_told_apart_where_hundreds_stand_in_the_queue(libraries: Path, tmp_path: Path) -> None:
-    """A queue takes 1,021; two runs of 320 small copies, each in front of a kernel, stand behind a kernel of 5 ms."""
-    body = """
-places = [(d.device + (i << 13), d.host + (i << 13)) for i in range(320)]
-d.launch(5_000_000)
-for _ in range(2):
-    d.rapid(places, 1 << 13, 1, d.compute)
-    d.launch(600_000)
-d.sync(d.compute)
-"""
-    recording = recorded(libraries, tmp_path, body)
-    assert busy(recording, Engine.KERNEL, 500_000) == pytest.approx([600_000, 600_000, 5_000_000], abs=NEAR_NS)
-    spans = recording.spans
-    copies = (spans["engine"] == Engine.COPY) & (spans["bytes"] == spans["count"].astype(np.int64) << 13)
-    assert spans["count"][copies].sum() == 640
-
-
 def test_which_way_a_copy_goes_is_told_by_its_memory_where_it_is_not_said(libraries: Path, tmp_path: Path) -> None:
     """The same load and store, by cudaMemcpyDefault: neither stays inside the GPU."""
     body = """
@@ -405,7 +388,7 @@ def test_a_run_that_nobody_goes_on_with_ends_when_it_ends(
     recording = recorded(libraries, tmp_path, LEFT % (copies, then))
     spans, seen = recording.spans, recording.coverage
     mine = spans["engine"] == Engine.COPY
-    ends = spans["start_ns"][mine].min() + 20_000_000  # all 480 take 13 ms
+    ends = spans["start_ns"][mine].min() + 10_000_000
     in_time = spans["start_ns"][mine] < ends
     assert spans["end_ns"][mine][in_time].max() < ends
     length = spans["end_ns"] - spans["start_ns"]

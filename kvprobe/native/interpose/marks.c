@@ -366,9 +366,8 @@ static int has_caught_up(const struct mark_stream *s) {
 
 /* Whether another slot of the queue may be taken. What is over is read from time to time only: so it is asked. */
 static int has_room(struct mark_stream *s) {
-    uint32_t limit = get(kvp_mark_limit), count = get(s->count);
-    if (count >= MARK_LONG_RUN) limit *= 2; /* the mark adds little to what the queue holds */
-    if (kvp_mark_outstanding(s) <= limit || count >= limit) return 1;
+    uint32_t limit = get(kvp_mark_limit);
+    if (kvp_mark_outstanding(s) <= limit || get(s->count) >= limit) return 1;
     if (!has_caught_up(s)) return 0;
     put(s->done, get(s->submitted));
     return kvp_mark_outstanding(s) <= limit;

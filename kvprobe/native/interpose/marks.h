@@ -34,7 +34,6 @@ enum { MARK_NOT_READY = 600 }; /* CUDA_ERROR_NOT_READY */
 #define MARK_POOL 2048          /* marks of one context that may be outstanding */
 #define MARK_FIRST_EVENTS 32    /* of them: made by a program's first submission; the helper makes the others */
 #define MARK_BUSY_LIMIT 400     /* submissions in a stream above which a mark waits for its turn; a queue takes 1,021 */
-#define MARK_LONG_RUN 32        /* behind a run of so many it is twice as high */
 extern uint32_t kvp_mark_limit; /* the same, scaled as the environment scales queues */
 extern int kvp_marks_asked;     /* by name: then on the embedded host runtime, too */
 #define MARK_FIRST_NS 20000000  /* what they may cost at first: short programs are covered whole */
