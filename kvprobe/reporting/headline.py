@@ -370,8 +370,8 @@ def _cost_of(others: Sequence[Finding]) -> str:
         return ""
     them = "it" if len(others) == 1 else f"these {len(others)}"
     if not sum(waited):
-        return f"the GPU did not wait for {them}"
-    return f"the GPU waited another {duration(sum(waited))} for {them}"
+        return f"the GPU did not wait because of {them}"
+    return f"the GPU waited another {duration(sum(waited))} because of {them}"
 
 
 def direction_text(recording: Recording, row: int) -> str:
