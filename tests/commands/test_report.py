@@ -239,7 +239,7 @@ def test_the_terminal_names_the_further_findings_that_the_page_counts(kvprobe, t
     also = [line for line in out.splitlines() if line.startswith("also")]
     assert [line.partition(":")[0] for line in also] == ["also, for information"]
     head = (tmp_path / "page.html").read_text().partition(f"<dt>Other findings</dt><dd>{len(also)}<small>")[2]
-    title = also[0].removeprefix("also, for information: ").partition("; the GPU")[0].partition(" (")[0]
+    title = also[0].removeprefix("also, for information: ").partition(", but the GPU")[0].partition(" (")[0]
     assert html.unescape(head.partition("</small>")[0]).replace("\u00a0", " ").startswith(f"{title}; the GPU")
 
 
