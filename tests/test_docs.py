@@ -63,6 +63,14 @@ def test_links_between_the_files_lead_to_files():
             assert (path.parent / target).exists(), (path.name, target)
 
 
+def test_no_page_says_a_paragraph_twice():
+    for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "patches" / "README.md"):
+        text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S)
+        said = [part for part in re.split(r"\n\s*\n", text) if len(part) > 80]
+        twice = {part for part in said if said.count(part) > 1}
+        assert not twice, (path.name, twice)
+
+
 @pytest.mark.parametrize("cause", CAUSES)
 def test_a_cause_says_what_it_is_and_how_it_is_told(cause):
     found = describe(cause)
