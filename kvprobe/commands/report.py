@@ -16,6 +16,7 @@ from kvprobe.output import REPORT
 if TYPE_CHECKING:
     from kvprobe.diagnosis import Examination
     from kvprobe.diagnosis.finding import Finding
+    from kvprobe.diagnosis.look_next import LookNext
     from kvprobe.diagnosis.verdict import Verdict
     from kvprobe.recordings.model import Recording
 
@@ -50,7 +51,6 @@ def command(
     that opens without a network.
     """
     from kvprobe.reporting import check_writable, report_of_others, write_report
-    from kvprobe.reporting.headline import NO_CAUSE, waited_text
 
     check_writable(output, force=force)
     refuse_input(output, inputs)
@@ -92,17 +92,25 @@ def command(
             _print_found(recording, named, [one for one in told if one.severity == "info"])
             _print_open(findings, named[0])
         else:
-            said = f"{verdict.reason}{NO_CAUSE}" if verdict.state == "found" else verdict.reason
-            click.echo(plain(f"{'Warning' if verdict.state == 'found' else 'Healthy'}: {said}."))
-            for one in [one for one in findings if not one.abstains and one.lost_ns][:1]:
-                click.echo(plain(f"For information: {one.title}{waited_text(one)}"))
-            if look is not None:
-                click.echo(plain(f"Look at next: {look.text}"))
-                click.echo(plain(f"To narrow it down: {look.narrower}"))
+            _print_unnamed(verdict, findings, look)
         _print_beside(recording)
         click.echo(f"{path}")
     if show:
         click.launch(path.resolve().as_uri())
+
+
+def _print_unnamed(verdict: Verdict, findings: Examination, look: LookNext | None) -> None:
+    """What is said where no finding is more than information."""
+    from kvprobe.commands._reading import plain
+    from kvprobe.reporting.headline import NO_CAUSE, waited_text
+
+    said = f"{verdict.reason}{NO_CAUSE}" if verdict.state == "found" else verdict.reason
+    click.echo(plain(f"{'Warning' if verdict.state == 'found' else 'Healthy'}: {said}."))
+    for one in [one for one in findings if not one.abstains and one.lost_ns][:1]:
+        click.echo(plain(f"For information: {one.title}{waited_text(one)}"))
+    if look is not None:
+        click.echo(plain(f"Look at next: {look.text}"))
+        click.echo(plain(f"To narrow it down: {look.narrower}"))
 
 
 def _print_found(recording: Recording, named: Sequence[Finding], small: Sequence[Finding]) -> None:
