@@ -307,13 +307,15 @@ def a_graph_with_a_host_function_between_its_kernels(d: Device) -> Truth:
     like=("small_copies", "unmerged_neighbours", "allocation_on_hot_path", "slow_tier", "cpu_starved"),
 )
 def a_block_manager_s_lock_kept_while_a_full_queue_holds_its_thread(d: Device) -> Truth:
-    """A thread stores 2,000 blocks with the block manager's lock in hand; each step of 0.8 ms wants the lock first.
+    """A thread stores 2,400 blocks with the block manager's lock in hand; each step of 0.8 ms wants the lock first.
 
-    A block takes 20 us of the link. When the stream holds as many as it takes, some 850 more get in at that rate, which
-    is 17 ms with the lock. Then the lock is free until all have left, 20 ms, and 3 ms more. No kernel needs a store.
+    A block takes 50 us of the link. On an H100 under a recorder the thread submits one in about 6 us, so the stream is
+    full after 1,160 of them, 7 ms; the other 1,240 get in at the link's rate, which is 62 ms with the lock. At half
+    that pace it is full after 16 ms, and the queue still has more than half of the lock's time. Then the lock is free
+    until all have left, 51 ms, and 3 ms more. No kernel needs a store.
     """
-    pool, each, over, lock = Pool(d, d.bytes_of(20)), 2_000, threading.Event(), threading.Lock()
-    slots, durations, waited, last = 150, list[int](), 0, 0
+    pool, each, over, lock = Pool(d, d.bytes_of(50)), 2_400, threading.Event(), threading.Lock()
+    slots, durations, waited, last = 50, list[int](), 0, 0
 
     def store() -> None:
         nonlocal last
