@@ -123,8 +123,9 @@ _COMMAND = re.compile(
 def cure_parts(text: str) -> list[Part]:
     """Splits a cure into prose and code.
 
-    Text between backticks, calls, flags and settings become code in their sentence; settings follow the sentence as a
-    line to copy, and a cure that is a command is nothing else.
+    Text between backticks, calls, flags and settings become code in their sentence; commands and settings follow the
+    sentence as a line to copy. A cure that is a command is nothing else, and a command that ends its sentence behind a
+    colon stands in that line alone.
     """
     text = text.strip()
     whole = _COMMAND.fullmatch(text)
@@ -132,7 +133,11 @@ def cure_parts(text: str) -> list[Part]:
         return [Part(whole.group(1).strip(), code=True)]
     parts: list[Part] = []
     copied: list[str] = []
-    for i, piece in enumerate(text.split("`")):
+    pieces = text.split("`")
+    if len(pieces) > 2 and pieces[-1] in ("", ".") and pieces[-3].endswith(": ") and _COMMAND.fullmatch(pieces[-2]):
+        copied.append(pieces[-2])
+        pieces = [*pieces[:-3], pieces[-3].rstrip()]
+    for i, piece in enumerate(pieces):
         if i % 2:
             parts.append(Part(piece, inline=True))
             if _COMMAND.fullmatch(piece):

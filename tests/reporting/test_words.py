@@ -112,6 +112,14 @@ def test_a_command_is_nothing_but_a_command() -> None:
     assert codes("Set `CUDA_DEVICE_MAX_CONNECTIONS=32`, then restart") == ["export CUDA_DEVICE_MAX_CONNECTIONS=32"]
 
 
+def test_a_command_behind_a_colon_stands_in_the_line_to_copy_alone() -> None:
+    text = "This command judges it alone: `kvprobe report run --from 1ms -o part.html`."
+    assert [(part.text, part.code) for part in cure_parts(text)] == [
+        ("This command judges it alone:", False),
+        ("kvprobe report run --from 1ms -o part.html", True),
+    ]
+
+
 def test_prose_is_left_alone() -> None:
     assert [part.text for part in cure_parts("Launch fewer, larger pieces of work")] == [
         "Launch fewer, larger pieces of work"
