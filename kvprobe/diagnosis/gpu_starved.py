@@ -6,8 +6,8 @@ work, so the GPU runs out of work. Nothing in CUDA is slow.
 Signature: a gap is a time in which the GPU executes nothing. A gap counts if the launch that ends the gap was made
 after the gap began. (So the queue was empty. A kernel that starts long after its launch is no sign of a starved GPU.)
 Between the beginning of the gap and this launch, the launching thread must have spent at least 200 µs outside of CUDA
-calls. Every program has some gaps. So the finding needs at least five gaps, in which the thread spent at least 10% of
-the recorded time outside of CUDA calls. Three kinds of gaps do not count:
+calls. Every program has some gaps. So the finding needs at least five of these gaps, and in all of them together the
+thread must have spent at least 10% of the recorded time outside of CUDA calls. Three kinds of gaps do not count:
  - gaps with less than 200 µs outside of CUDA calls, as they occur between all launches: their cause is
    `python_or_gil_bound`;
  - gaps in which the recording shows that the Python interpreter was the reason (its lock, its garbage collection):

@@ -21,9 +21,9 @@ a pause of this kind, kvprobe does not decide about the pause, either: the threa
 for one.
 
 Time lost: the wall time in which the GPU ran nothing because of this wait. Predicted saving: the time that the change
-removes. If the thread no longer waits for the GPU, it can also submit during computing, which saves as much submission
-time as overlaps with it. If the next step is prepared in advance, the saving is limited to the preparation that can
-overlap with the GPU's work.
+removes. If the thread no longer waits for the GPU, it can submit while the GPU computes: the part of the submission
+time that then overlaps with computing is saved, too. If the next step is prepared in advance, the saving is limited to
+the preparation that can overlap with the GPU's work.
 """
 
 from __future__ import annotations
