@@ -270,7 +270,10 @@ static int register_next(void) {
         if (state.buffers[i].memory == memory) state.buffers[i].registered |= made > 0;
     state.in_registration = NULL;
     pthread_cond_broadcast(&state.made);
-    if (made < 0) no_more();
+    if (made < 0) {
+        no_more();
+        pthread_cond_broadcast(&state.changed); /* the maker lets go what was made */
+    }
     if (state.running > 0 && hurry) rest(TURN_MS);
     return 1;
 }
@@ -396,12 +399,12 @@ void kvp_prepare_in_child(void) {
 
 void kvp_prepare_close(void) {
     if (!state.prepared || state.told_end++) return;
-    kvp_decision(
-        folder, "note", NULL, NULL, 0,
-        "%u pinned buffers of %.3f GB were prepared for a sleep in %.3f s; the program used %u of them (%.3f GB), and "
-        "%u (%.3f GB) were freed again",
-        state.prepared, (double)state.prepared_bytes / 1e9, (double)state.took_ns / 1e9, state.used,
-        (double)state.used_bytes / 1e9, state.given_up, (double)state.given_up_bytes / 1e9);
+    kvp_decision(folder, "note", NULL, NULL, 0,
+                 "%u pinned buffers of %.3f GB were prepared for a sleep by %.3f s of work; the program used %u of "
+                 "them (%.3f GB), and "
+                 "%u (%.3f GB) were freed again",
+                 state.prepared, (double)state.prepared_bytes / 1e9, (double)state.took_ns / 1e9, state.used,
+                 (double)state.used_bytes / 1e9, state.given_up, (double)state.given_up_bytes / 1e9);
 }
 
 /* ---- what happens ------------------------------------------------------------------------------------------------ */
