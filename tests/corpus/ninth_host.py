@@ -213,6 +213,13 @@ def a_small_kernel_for_each_sequence_by_a_launcher_in_python(d: Device) -> Truth
     return {}
 
 
+def was_given(d: Device, layer: int, size: int) -> None:
+    """The CPU had the newest layer's input, of `size` bytes in one of four places, and its output is on the device."""
+    same(d, d.device + size, d.host + layer % 4 * size, size)
+    if ct.string_at(d.host + layer % 4 * size, 64) != bytes([layer % 251]) * 64:
+        raise RuntimeError("the CPU was given another input than was computed")
+
+
 @ninth(
     line=ELSEWHERE,  # in a function of the host that stands in the stream
     or_lines=(WAITING,),
@@ -246,9 +253,7 @@ def cold_experts_computed_by_the_cpu_in_a_function_of_a_side_stream(d: Device) -
     d.sync(d.compute)
     d.spent.add(ELSEWHERE, waits.read())
     d.spent.stop()
-    same(d, d.device + size, d.host + layer % 4 * size, size)
-    if ct.string_at(d.host + layer % 4 * size, 64) != bytes([layer % 251]) * 64:
-        raise RuntimeError("the CPU was given another input than was computed")
+    was_given(d, layer, size)
     return {}
 
 
