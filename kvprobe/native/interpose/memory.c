@@ -1,8 +1,8 @@
 /* What kind of memory an address is: remembered per thread as ranges, so that a copy costs a few compares.
  *
  * The driver is asked once per allocation (cuPointerGetAttributes: it leaves the runtime's last error alone), after the
- * copy's own call has returned; of pageable memory, which it knows no ranges of, once per address. Freeing or
- * registering memory makes every thread forget. */
+ * copy's own call has returned, or before it where a mark has to know which way the copy goes; of pageable memory,
+ * which it knows no ranges of, once per address. Freeing or registering memory makes every thread forget. */
 #define _GNU_SOURCE
 #include "interpose.h"
 
