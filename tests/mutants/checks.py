@@ -239,9 +239,11 @@ def _end_of(pid: int) -> int:
 def _ticks(pid: int) -> int:
     """Ticks of the processor that it and all of its session have used, dead ones included that were waited for."""
     total = 0
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for process in Path("/proc").iterdir():  # not by glob: it fails where a process ends as it looks
+        if not process.name.isdigit():
+            continue
         with contextlib.suppress(OSError):
-            words = path.read_text().rpartition(") ")[2].split()
+            words = (process / "stat").read_text().rpartition(") ")[2].split()
             if words[3] == str(pid):  # of its session
                 total += sum(map(int, words[11:15]))
     return total
