@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvprobe.account.cpu_time import Worked, is_noted, who_worked
-from kvprobe.account.lines import Line, Unknown, line_of_calls
+from kvprobe.account.lines import OPEN, Line, Unknown, line_of_calls
 from kvprobe.account.outside import asked_for_nothing
 from kvprobe.account.stretches import NOBODY
 from kvprobe.recordings.assemble import among
@@ -107,6 +107,8 @@ class Threads:
             unasked[untold] = np.where(worked[untold] == Worked.NOBODY, Unknown.OUTSIDE, Unknown.BETWEEN_REQUESTS)
             long = long[~busy[long] & (told | slept)]
             line[long] = Line.NOTHING_TO_DO
+            before, pause = _before_pauses(line, unasked)
+            line[before], unasked[before] = line[pause], unasked[pause]
             lost = (gap > 0) & (edges[1:] <= self.kept_from(caller)) & (worked == Worked.NOT_KNOWN)
             line[lost], unasked[lost] = self._outside(caller, rows), Unknown.NOT_KEPT
             return self._without_cpu(rows[0], ThreadTimeline(edges, line, unasked), gap > 0)
@@ -292,6 +294,23 @@ def _pauses(idle: Array, outside: Array) -> Array:
     asleep = int(idle[idle >= PAUSE_NS].sum())
     least = SHORT_PAUSE_NS if 2 * asleep > int(idle.sum()) else PAUSE_NS
     return np.flatnonzero(idle >= least)
+
+
+def _before_pauses(line: Array, unasked: Array) -> tuple[Array, Array]:
+    """Allocations after which a thread submitted nothing until it paused, and the pause of each.
+
+    Whoever came next had not asked yet while memory was allocated: if the pause was a wait for a request, nobody waited
+    for the memory.
+    """
+    paused = (line == Line.NOTHING_TO_DO) | among(unasked, OPEN)
+    calls = np.zeros(len(line), dtype=bool)
+    calls[1::2] = line[1::2] != Line.ALLOCATING
+    stops = np.append(np.flatnonzero(paused | calls), len(line))
+    before = np.flatnonzero(line == Line.ALLOCATING)
+    following = stops[np.searchsorted(stops, before, "right")]
+    ends = following < len(line)
+    ends[ends] = paused[following[ends]]
+    return before[ends], following[ends]
 
 
 def runs_python(joined: Joined, process: int, thread: int) -> bool:

@@ -7,6 +7,8 @@ calls is a pause.
 Signature: one of these calls takes at least 20 µs, and its thread submits work before and after the call. The first 32
 submissions of a process are set-up and do not count, unless their thread calls the same function eight times and
 more afterwards. If the call waited for another thread's blocked submission, the cause is `context_lock_stall`.
+A call after which its thread paused before it submitted anything kept nobody waiting, if the pause was a wait for a
+request: the account counts it with the pause.
 
 Predicted saving: a pool that is filled before serving saves the whole time in the calls that it replaces. A pool of
 pinned memory replaces the calls that pin. A pool of the GPU's memory, or `cudaMallocAsync` with a pool that keeps the

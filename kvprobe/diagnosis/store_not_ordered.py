@@ -12,6 +12,9 @@ blocks of an earlier step may, so kvprobe also counts these waits:
    are stored one by one between the launches of the next step;
  - a wait of the host, which waits or asks for the earlier step after its last launch and then stores.
 
+If a thread launches nothing, it may store blocks of earlier steps, which begin under a kernel by chance. So kvprobe
+counts the thread's stores only if at least nine of ten of its bursts began under an older kernel.
+
 If the recording does not tell which streams wait, kvprobe says nothing. Recordings do not say which event a stream
 waits for or which addresses kernels write. So kvprobe cannot tell whether bytes were really wrong: the finding is
 likely, never certain.
@@ -36,10 +39,12 @@ from kvprobe.diagnosis.ordering import (
     unordered_loss,
     waits,
 )
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import distinct
 from kvprobe.recordings.model import Direction
 
 CAUSE = cause_of(__name__)
+BY_CHANCE = 0.9  # of the bursts of threads that launch nothing; a kernel runs by chance while fewer of them begin
 
 
 def not_shown(joined: JoinedRecording) -> NotLookedFor | None:
@@ -91,10 +96,13 @@ def find(joined: JoinedRecording) -> Finding | None:
         under = (before >= 0) & (latest_end[np.maximum(before, 0)] > joined.exec_start[rows])
         burst = bursts(joined, process, rows)
         count = int(burst[-1]) + 1
+        apart = ~among(joined.caller[rows], distinct(joined.caller[launches]))
         times, streams = waits(joined, process)
         on_stores = times[np.isin(streams, joined.stream[rows])]
         under &= ~may_order(burst, _burst_after_last(burst, joined.start[rows], on_stores))
         under &= ~_asked(joined, process, rows, burst)
+        if len(distinct(burst[under & apart])) < BY_CHANCE * len(distinct(burst[apart])):
+            under &= ~apart
         bad = distinct(burst[under])
         if len(bad) < LEAST or 2 * len(bad) < count or 2 * len(on_stores) >= count:
             continue

@@ -129,7 +129,10 @@ class _Part:
 
 def find(joined: JoinedRecording) -> Finding | None:
     """What is left of waiting for the host; else pauses of which nothing shows whether anybody asked for anything."""
-    return _left(joined) or _between_requests(joined)
+    left, open_ = _left(joined), _between_requests(joined)
+    if left is None or (open_ is not None and left.confidence == "cannot tell" and open_.lost_ns > left.lost_ns):
+        return open_
+    return left
 
 
 def _between_requests(joined: JoinedRecording) -> Finding | None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvprobe.account import HOST, Line, Unknown
 from kvprobe.diagnosis import Examination, examine
 from kvprobe.diagnosis.verdict import of_recording
-from kvprobe.recordings.model import CallKind, Engine, RangeStyle, Recording, Source, Table
+from kvprobe.recordings.model import CallKind, Direction, Engine, RangeStyle, Recording, Source, Table
 
 MS = 1_000_000
 LAUNCH, SYNC, MARK = 1, 2, 4
@@ -80,6 +80,58 @@ def test_pauses_between_requests_of_many_steps_are_an_open_question_and_nobodys_
     assert "waiting_for_host" in questions(found)
     verdict = of_recording(served([0, *[40 * MS] * 15], 10), found)
     assert verdict.state == "undecided" and "waited for a request or prepared one" in verdict.reason
+
+
+def with_pinning(recording: Recording, behind_ns: int) -> Recording:
+    """Its thread pins memory for 5 ms in each of its long pauses, so long after the last call before the pause."""
+    calls = recording.calls
+    gap = calls["start_ns"][1:] - calls["end_ns"][:-1]
+    begin = calls["end_ns"][:-1][gap > 20 * MS] + behind_ns
+    recording.names.append("cudaHostAlloc")
+    added = {name: np.repeat(column[:1], len(begin)) for name, column in calls.columns.items()}
+    added |= {"start_ns": begin, "end_ns": begin + 5 * MS, "correlation": begin * 0 - 1, "stream": begin * 0 - 1}
+    added |= {"name": begin * 0 + len(recording.names) - 1, "kind": begin * 0 + CallKind.ALLOC}
+    columns = {name: np.concatenate((column, added[name])) for name, column in calls.columns.items()}
+    order = np.argsort(columns["start_ns"], kind="stable")
+    recording.tables["calls"] = Table("calls", {name: column[order] for name, column in columns.items()})
+    return recording
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_memory_that_is_pinned_before_a_wait_for_a_request_keeps_nobody_waiting(first):
+    """Behind the pause it does: the request is there."""
+    found = examine(with_pinning(served([0, *[40 * MS] * 15], 10), 50_000 if first else 35 * MS - 50_000))
+    (gpu,) = found.account.gpus
+    assert gpu.ns(Line.ALLOCATING) == pytest.approx(0 if first else 14 * 5 * MS, rel=0.01)  # the first is set-up
+    assert gpu.open_ns == pytest.approx(15 * 40 * MS if first else 14 * 35 * MS, rel=0.01)
+    loud = {one.cause for one in found if not one.abstains and one.severity != "info"}
+    assert loud == (set() if first else {"allocation_on_hot_path"})
+
+
+def with_copies_at_the_end(recording: Recording) -> Recording:
+    """Four stores of a millisecond behind the last kernel, each made 8 ms after the one before it was done."""
+    begin = int(recording.calls["end_ns"][-1]) + np.arange(1, 5) * 9 * MS
+    number = int(recording.calls["correlation"].max()) + np.arange(1, 5)
+    recording.names.append("cudaMemcpyAsync")
+    word = {"name": begin * 0 + len(recording.names) - 1, "correlation": number, "stream": begin * 0}
+    more = {"bytes": begin * 0 + (50 << 20), "direction": begin * 0 + Direction.D2H}
+    copies = {"start_ns": begin, "end_ns": begin + 5_000, "kind": begin * 0 + CallKind.COPY, **word, **more}
+    ran = {"start_ns": begin + 8_000, "end_ns": begin + MS, "engine": begin * 0 + Engine.COPY, **word, **more}
+    for name, added in (("calls", copies), ("executions", ran)):
+        old = recording.tables[name]
+        full = {one: old[one] for one in {*old.columns, *more}}
+        rest = {one: np.repeat(column[:1], len(begin)) for one, column in full.items()} | added
+        columns = {one: np.concatenate((column, rest[one])) for one, column in full.items()}
+        recording.tables[name] = Table(name, columns)
+    return recording
+
+
+def test_an_open_question_gives_way_to_a_larger_one():
+    """No kernel ran behind the copies, so nobody knows whether a model waited for them; the pauses are more."""
+    found = examine(with_copies_at_the_end(served([0, *[40 * MS] * 15], 10)))
+    one = next(one for one in found if one.cause == "waiting_for_host")
+    assert one.abstains and "pauses of its thread" in one.title
+    assert one.lost_ns == found.account.gpus[0].open_ns
 
 
 def test_a_long_pause_alone_does_not_show_that_no_request_was_there():

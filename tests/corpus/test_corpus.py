@@ -266,7 +266,8 @@ def test_a_program_is_recorded_by_kvprobe_run_on_the_host_runtime(program, tmp_p
 def test_neighbours_are_told_from_scattered_blocks_by_their_addresses(tmp_path):
     """What they cost depends on the machine, and is tested in tests/diagnosis; where they lie does not."""
     for program, least, most in (
-        ("neighbours_copied_one_by_one", 20, 1_600),  # twenty bursts; a thread that loses its CPU cuts one in two
+        # twenty bursts; a thread that loses its CPU cuts one in two, or, before its wait, makes one of two
+        ("neighbours_copied_one_by_one", 10, 1_600),
         ("scattered_blocks_copied_one_by_one", 16_000, 20_000),
     ):
         recording, _ = recorded(program, tmp_path / program)

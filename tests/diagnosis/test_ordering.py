@@ -8,7 +8,7 @@ from hostruntime import Runtime, recording_of
 from scenarios import KiB, Stage
 
 from kvprobe.diagnosis import examine
-from kvprobe.recordings.model import Recording, Table
+from kvprobe.recordings.model import CallKind, Recording, Table
 from kvprobe.recordings.vocabulary import call_kind
 
 STEPS, LAYERS = 20, 8
@@ -115,3 +115,21 @@ def test_loads_after_the_last_wait_of_a_long_recording_are_not_ordered_by_it(run
             runtime.sleep(300_000)
 
     assert wrong(played(runtime, body)) == {"load_not_ordered"}
+
+
+@pytest.mark.parametrize("chance", [True, False])
+def test_stores_of_a_thread_that_launches_nothing_may_meet_a_kernel_by_chance(runtime, chance):
+    """Each third burst of an offloading thread begins between two steps; without them all begin under a kernel."""
+    stage = Stage(runtime, d2h=4e9)
+
+    def body():
+        for step in range(STEPS):
+            runtime.launch(stage.compute, 400_000)
+            runtime.sleep(600_000 if chance and step % 3 == 0 else 100_000)
+            stage.store(step, 512 * KiB, stage.streams[0])
+            runtime.sleep(900_000)
+
+    recording = played(runtime, body)
+    stores = recording.calls["kind"] == CallKind.COPY
+    recording.calls.columns["thread"] = np.where(stores, 1, recording.calls["thread"])
+    assert wrong(recording) == (set() if chance else {"store_not_ordered"})
