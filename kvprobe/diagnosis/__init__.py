@@ -35,6 +35,7 @@ __all__ = [
     "FULL_QUEUE",
     "PROFILER",
     "UNEXPLAINED",
+    "WAITS_LEFT",
     "Change",
     "Evidence",
     "EvidenceChart",
@@ -53,6 +54,7 @@ __all__ = [
 
 PROFILER, SERVER_CALL, UNEXPLAINED = "profiler_overhead", "blocking_server_call", "unexplained"
 CPU_STARVED = "cpu_starved"
+WAITS_LEFT: tuple[str, ...] = ("waiting_for_copies", "waiting_for_host")  # what no other cause explains of a wait
 _QUEUES = ("aliased_stream", "channels_exhausted", "fence_before_copies", SATURATION)
 _OTHER_THREADS = "context_lock_stall"
 
@@ -88,8 +90,7 @@ CAUSES: tuple[str, ...] = (
     "remote_numa_memory",
     "unexplained_traffic",
     # what is left of the account
-    "waiting_for_copies",
-    "waiting_for_host",
+    *WAITS_LEFT,
     # results at stake
     "failed_calls",
     "store_not_ordered",

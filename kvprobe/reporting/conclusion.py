@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from kvprobe.diagnosis import PROFILER
+from kvprobe.diagnosis import PROFILER, WAITS_LEFT
 from kvprobe.output.recorded import ConclusionJson
 from kvprobe.reporting.compare import LEAST, interval
-from kvprobe.reporting.headline import WAIT_MEASURED, WAITS_ALONE
+from kvprobe.reporting.headline import WAIT_MEASURED
 from kvprobe.reporting.units import number_text, percent
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _said(moved: Mapping[FindingChange, float]) -> str:
 
 
 def _sure(change: FindingChange) -> str:
-    if change.cause in WAITS_ALONE and change.confidence == "certain":
+    if change.cause in WAITS_LEFT and change.confidence == "certain":
         return f"{WAIT_MEASURED}, its cause is not"
     return "cause not known" if change.confidence == "cannot tell" else f"cause {change.confidence}"
 

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from kvprobe.diagnosis import WAITS_LEFT
 from kvprobe.diagnosis.finding import ranked
 from kvprobe.diagnosis.look_next import look_next
 from kvprobe.diagnosis.verdict import of_recording as diagnosis_verdict
-from kvprobe.diagnosis.waiting_for_copies import CAUSE as WAITING_FOR_COPIES
-from kvprobe.diagnosis.waiting_for_host import CAUSE as WAITING_FOR_HOST
 from kvprobe.recordings.model import Direction
 from kvprobe.recordings.serving import recorded_span
 from kvprobe.reporting.units import count_text, duration, percent
@@ -195,13 +194,12 @@ def saving_text(change: Change, before: Sequence[Change] = ()) -> str:
     return f"predicted to save {duration(saved)}"
 
 
-WAITS_ALONE = (WAITING_FOR_COPIES, WAITING_FOR_HOST)  # no cause of their own: what the others leave of a wait
 WAIT_MEASURED = "the wait is measured"
 
 
 def sure_text(finding: Finding) -> str:
     """How sure a finding is, for people; of a wait that no cause explains, the wait alone is certain."""
-    alone = finding.cause in WAITS_ALONE and finding.confidence == "certain"
+    alone = finding.cause in WAITS_LEFT and finding.confidence == "certain"
     return f"{WAIT_MEASURED}, its cause is not" if alone else finding.confidence
 
 
@@ -428,7 +426,7 @@ def _facts_of(first: Finding) -> list[Fact]:
             facts.append(Fact("The first change saves", duration(change.predicted_saving_ns), "predicted"))
         elif change.predicted_saving_ns is None and change.thread_saving_ns:
             facts.append(Fact("The first change gives the thread back", duration(change.thread_saving_ns), "predicted"))
-    if first.cause in WAITS_ALONE:
+    if first.cause in WAITS_LEFT:
         facts.append(Fact("How sure", WAIT_MEASURED.capitalize(), "see the evidence for why the GPU waited"))
     else:
         facts.append(Fact("How sure of the cause", sure_text(first).capitalize()))
