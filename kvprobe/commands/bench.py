@@ -91,8 +91,9 @@ def command(context: click.Context, device: str, seconds: float, as_json: bool, 
 def overhead_command(device: str, rounds: int, as_json: bool) -> None:
     """Measure a copy, a transfer and a step without recording, and at each level of `kvprobe run --detail`.
 
-    The interposer is attached to this process and detached in turn. A ratio is taken within a round; the range is from
-    the lowest to the highest ratio of a round.
+    The interposer is attached to this process and detached in turn. A round takes about 4 s, because each level first
+    records copies for a second: a recording costs more in its first second. A ratio is taken within a round; the range
+    is from the lowest to the highest ratio of a round.
     """
     from kvprobe.commands._overhead import overhead
 

@@ -124,7 +124,7 @@ def test_what_is_printed_of_a_hostile_file_is_in_the_schema(path, capsys):
     [
         ("doctor", ("--device", "host")),
         ("calibrate", ("--device", "host", "--quick")),
-        ("bench overhead", ("--device", "host")),
+        ("bench overhead", ("--device", "host", "--rounds", "3")),
         ("demo", ("--device", "host", "--seconds", "1", "--report", "page.html")),
         ("patches", ()),
     ],
