@@ -8,7 +8,8 @@ need not wait, they run alone only for as long as they take longer than the kern
 Signature: this cause has no signature of its own. The lines "waiting for copies" of the report say for how long only
 copies ran. This cause gets the part of these lines that no other cause explains. The evidence says what the recording
 shows about the copies: whether they were submitted too late, or early but had to wait in their stream. The report says
-that the wait is measured and that its cause is not: why the copies were late, only the evidence says.
+"the wait is measured, its cause is not": kvprobe knows for certain how long the GPU waited, but not why the copies were
+late.
 
 Before the first kernel of the window, and after the last one, nothing shows whether a model waited: weights may have
 been loaded, or the model may have ended. kvprobe does not decide about this time.

@@ -8,11 +8,14 @@ GPU ran nothing, and what its thread did. This cause gets the part of these line
 
 A program can put a function of the host into a stream: `cudaLaunchHostFunc`, `cudaStreamAddCallback`. What was
 submitted behind it waits until CUDA has called the function and the function has returned. If the GPU runs nothing
-until then, the time is in the line "in other code", and the evidence names the call that put the function there. Nsight
-Systems and the PyTorch profiler do not record which stream a function went into. kvprobe then attributes the wait to
-the function if the same thread put the function there between the two operations. The thread may also put a function
-there and then wait for the GPU, in a call such as `cudaStreamSynchronize`: this call returns only when the function has
-returned.
+until then, the time is in the line "in other code", and the evidence names the call that put the function there.
+Another case is a thread that puts a function into a stream and then waits for the GPU, in a call such as
+`cudaStreamSynchronize`: this call returns only when the function has returned.
+
+Nsight Systems and the PyTorch profiler do not record which stream a function was put into. In these recordings, kvprobe
+goes by the order of the calls, and blames the function if both are true: the thread that submitted the waiting
+operation also put the function into a stream; and this thread did so just before, after the previous operation of the
+same stream had been submitted.
 
 Before the first kernel of the window, and after the last one, nothing shows whether a model waited: weights may have
 been loaded, or the model may have ended. kvprobe does not decide about this time. Some pauses are far longer than the
