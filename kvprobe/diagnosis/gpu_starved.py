@@ -111,8 +111,8 @@ class _Polls(NamedTuple):
         text = f"in {self.asked:,} of these gaps, the thread called {self.name} to learn whether the GPU was done"
         return [
             Evidence(
-                f"{text}; from the beginning of a gap to the first of these calls in it, {ms(self.before_ns)} passed, added "
-                "up over these gaps",
+                f"{text}; from the beginning of a gap to the first of these calls in it, {ms(self.before_ns)} passed, "
+                "added up over these gaps",
                 self.before_ns,
                 "ns",
                 MEASURED,

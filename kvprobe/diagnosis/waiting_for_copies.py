@@ -2,8 +2,8 @@
 
 Mechanism: the model's next kernel needs bytes that are still being copied, or the thread launches the kernel only after
 the copies. Loads that are submitted when they are needed, and not a step ahead, run alone however fast the link is.
-Loads that are submitted ahead run alone, too, if their stream makes them wait until the kernels have ended. If they
-need not wait, they run alone only for as long as they take longer than the kernels that could hide them.
+Loads that are submitted ahead run alone, too, if their stream makes them wait until the kernels have ended. Loads that
+need not wait run beside the kernels, and run alone only for the time by which the loads are longer than these kernels.
 
 Signature: this cause has no signature of its own. The lines "waiting for copies" of the report say for how long only
 copies ran. This cause gets the part of these lines that no other cause explains. The evidence says what the recording
