@@ -13,9 +13,9 @@ Another case is a thread that puts a function into a stream and then waits for t
 `cudaStreamSynchronize`: this call returns only when the function has returned.
 
 Nsight Systems and the PyTorch profiler do not record which stream a function was put into. In these recordings, kvprobe
-goes by the order of the calls, and blames the function if both are true: the thread that submitted the waiting
-operation also put the function into a stream; and this thread did so just before, after the previous operation of the
-same stream had been submitted.
+goes by the order of three calls. The first call submits an operation to a stream. The second call puts the function
+into any stream. The third call submits the next operation to the first stream. If one thread made the second and the
+third call, kvprobe takes the function as the reason why this next operation began late.
 
 Before the first kernel of the window, and after the last one, nothing shows whether a model waited: weights may have
 been loaded, or the model may have ended. kvprobe does not decide about this time. Some pauses are far longer than the
