@@ -11,9 +11,9 @@ Signature: the thread launches kernels before and after a synchronising call, an
  - The call waits for a read-back. The last operation before the call is a GPU-to-CPU copy of at most 64 KiB on a stream
    of kernels, and the GPU has nothing left to do when the call returns. This happens at least eight times.
 
-Two kinds of waits do not count:
- - a wait for kernels alone (the end of a step), because the thread has nothing else to do then;
- - a wait on the compute stream for large copies in that stream, because the stream itself would have waited for them.
+Two kinds of waits do not count. The first is a wait for kernels alone (the end of a step), because the thread has
+nothing else to do then. The second is a wait on the compute stream for large copies in that stream, because the stream
+itself would have waited for them.
 
 If the recording does not show what the GPU did, kvprobe knows only the stream that the call names and the copy before
 the call. The confidence is then at most "likely". A wait for an event can be for an older copy, as in a ring of
