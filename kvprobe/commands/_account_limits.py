@@ -17,10 +17,10 @@ __all__ = ["AccountLimits", "GpuShare", "account_limits"]
 F = TypeVar("F", bound=Callable[..., Any])
 
 _HELP = {
-    "max_waiting_for_copies": "Share of its window that a GPU may wait for copies while no kernel runs: 10%.",
-    "max_waiting_for_host": "Share of its window that a GPU may wait for the host: 10%.",
-    "max_not_known": "Share of its window in which it may be unknown what a GPU did: 5%.",
-    "min_computing": "Least share of its window for which a GPU must compute: 80%.",
+    "max_waiting_for_copies": "Share of a GPU's window for which it may wait for copies while no kernel runs: 10%.",
+    "max_waiting_for_host": "Share of a GPU's window for which it may wait for the host: 10%.",
+    "max_not_known": "Share of a GPU's window for which the recording may leave open what the GPU did: 5%.",
+    "min_computing": "Least share of a GPU's window for which it must compute: 80%.",
 }
 
 

@@ -23,7 +23,12 @@ __all__ = ["command", "side_by_side"]
 @click.argument("before", type=GivenPath())
 @click.argument("after", type=GivenPath())
 @click.option("-o", "--output", type=GivenPath(), help="Also write the comparison as one HTML page.")
-@click.option("-f", "--force", is_flag=True, help="Overwrite any file; kvprobe reports are always overwritten.")
+@click.option(
+    "-f",
+    "--force",
+    is_flag=True,
+    help="Overwrite the output file whatever it is. Without -f, kvprobe overwrites only a report of its own.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @window_options
 def command(before: Path, after: Path, output: Path | None, force: bool, as_json: bool, window: WindowOptions) -> int:
@@ -31,15 +36,22 @@ def command(before: Path, after: Path, output: Path | None, force: bool, as_json
 
     kvprobe compares what each finding cost. For the calls that both recordings have, it compares how long a typical
     submission takes. Recordings differ in length, so the cost of a finding is a share: of the serving window if the
-    recording shows the GPU, else of the time of the threads. A difference counts if it is at least 1%. The time in
-    brackets is the time that threads, copies or the GPU lost. This time may be longer than the share says, because a
-    thread can lose time while the GPU computes.
+    recording shows the GPU, else of the time of the threads. A finding counts for "better" or "worse" only if its share
+    changed by at least one percentage point, for example from 4% to 5%. The time in brackets is the time that threads,
+    copies or the GPU lost. This time may be longer than the share says, because a thread can lose time while the GPU
+    computes.
 
-    A call counts as slower or faster if its time changed by more than 5% and the 95% interval of the change (by block
-    bootstrap) does not include 1. The column "Change" says by how much. "2.00x lower" means that the time before is
-    twice the time after. The interval "1.50x to 2.50x" means that the data fit any factor in this range. "unchanged"
-    means that the time differs little: "-5% to +2%" means from 5% less to 2% more time than before. "unsure" means that
-    the data do not tell whether the call became faster or slower.
+    The column "Change" is about the time of a call. "2.00x lower" means that the time is half of what it was: the call
+    became faster. "2.00x higher" means that the time doubled: the call became slower. A call counts as faster or slower
+    if its time changed by more than 5% and the 95% interval of the change (by block bootstrap) does not include 1.
+    "unchanged" means that the time differs little. "unsure" means that the data do not tell whether the call became
+    faster or slower.
+
+    The column "95% interval" says how exact the change is. Beside "2.00x lower", "1.50x to 2.50x" means that the time
+    may be anything from 1.50 to 2.50 times lower. Beside "unchanged", "-5% to +2%" means that the time may be anything
+    from 5% shorter to 2% longer. Beside "unsure", a factor above 1 is in the direction of the two times shown, and a
+    factor below 1 is in the other direction. For example, the time fell from 40 to 20 µs, and the interval is "0.50x to
+    8.00x". The time may then be anything from twice as long to 8 times lower.
 
     A recording that is cut off, empty or does not show enough cannot prove that a finding is gone. The result is then
     undecided, and the exit code is 1. --from, --to and --range compare a part of each recording.

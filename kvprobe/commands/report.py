@@ -26,7 +26,12 @@ __all__ = ["command"]
 @click.command(short_help="Write an HTML page that says what is wrong in recordings.")
 @click.argument("inputs", nargs=-1, required=True, metavar="INPUT...", type=GivenPath())
 @click.option("-o", "--output", default="kvprobe.html", show_default=True, type=GivenPath())
-@click.option("-f", "--force", is_flag=True, help="Overwrite any file; kvprobe reports are always overwritten.")
+@click.option(
+    "-f",
+    "--force",
+    is_flag=True,
+    help="Overwrite the output file whatever it is. Without -f, kvprobe overwrites only a report of its own.",
+)
 @click.option("--interactive", is_flag=True, help="Draw the charts with plotly, which adds 4.6 MiB to the page.")
 @click.option("--title", help="Title of the page; default: the recording's file name.")
 @click.option("--json", "as_json", is_flag=True, help="Print where the page is and what was found as one JSON object.")

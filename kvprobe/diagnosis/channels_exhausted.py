@@ -10,8 +10,8 @@ stream holds less than 90% of what a queue takes. kvprobe takes the channel ids 
 them. (CUPTI does, and Kineto from June 2026 on. Nsight Systems does not.) Otherwise kvprobe takes all copy streams of a
 process and direction together, if there are at least five, and the finding is only likely.
 
-Predicted saving: kvprobe simulates the recorded calls with each change alone. The changes are 32 channels, of which
-these streams would use a part, queues that are four times as deep, and batch calls.
+Predicted saving: kvprobe simulates the recorded calls with each of three changes alone: 32 channels (these streams
+would use some of them), queues that are four times as deep, and batch calls.
 """
 
 from __future__ import annotations

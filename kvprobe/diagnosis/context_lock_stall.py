@@ -2,15 +2,15 @@
 
 Mechanism: a thread that submits to a full queue waits inside the driver, and holds the context lock in shared mode
 while it waits. `cudaEventCreate`, `cudaStreamCreate`, `cudaMalloc`, `cudaHostAlloc` and `cudaFree` want the context
-lock exclusively. So they wait until the queue has a free slot, although they name another stream or none. Measured on
-an H200, one of these calls took about 90 ms while a gate kept the queue full for 120 ms. The waiting thread also holds
-the lock of its stream. So every call of another thread that names this stream waits, even a call that only records an
-event on the stream or makes the stream wait for an event.
+lock exclusively. So they wait until the queue has a free slot, although they name another stream or none. In a test
+on an H200, a queue stayed full for 120 ms, and one of these calls took about 90 ms. The thread that waits for a slot
+also holds the lock of its stream. So every call of another thread that names this stream waits, even a call that only
+records an event on the stream or makes the stream wait for an event.
 
 Signature: one of these calls takes at least 100 µs longer than usual. For most of this time, another thread of the
 process is inside a slow submission, and both calls end together. (An allocation that is slow by itself ends by itself.)
-If the recording shows what the GPU did, a full queue or pageable memory must have blocked the slow submission. A
-submission that is slow for another reason may itself be waiting.
+If the recording shows what the GPU did, a full queue or pageable memory must have blocked the slow submission.
+Otherwise the slow submission may itself have waited for something else.
 
 Predicted saving: all of the waiting time, if the other thread's queue is no longer full. Three other changes each save
 their part of the waiting time. One creates events and streams before serving. One takes memory from a pool. One lets

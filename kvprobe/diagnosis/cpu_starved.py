@@ -6,9 +6,10 @@ nothing in between.
 
 Signature: kvprobe reads Linux's counters of the thread about every 20 ms, and one of these is true:
  - Slow submissions: the thread waited for a CPU between the two readings around them, for at least half of the time
-   that the submissions took longer than usual. If the thread also slept for that long between the readings (a lock
-   makes a thread sleep), it must have waited for a CPU for all of this time. Submissions that a full queue, pageable
-   memory or a label of the recorder explains do not count: a thread that waits there uses its CPU.
+   that the submissions took longer than usual. But the thread may also have slept for that long between the readings,
+   for example because of a lock. Then it must have waited for a CPU for at least the whole time that the submissions
+   took longer than usual. Submissions that a full queue, pageable memory or a label of the recorder explains do not
+   count: a thread that waits there uses its CPU.
  - Pauses between calls: in pauses of at least a millisecond, the thread waited for a CPU for at least a tenth of its
    time.
 

@@ -12,8 +12,8 @@ after the stream has started have another cause, `launch_queue_saturation`: ther
 each call waits for one operation.
 
 Time lost: how much longer these calls took than with a free slot. Predicted saving: all of this time, if the store is
-submitted after the forward pass. But if further calls of the thread block because the queue stays full, the thread only
-waits there for longer, and kvprobe predicts little. For a deeper queue, kvprobe simulates the calls with more slots:
+submitted after the forward pass. But if the queue stays full, further calls of the thread block. The wait then only
+moves to these calls, and kvprobe predicts little. For a deeper queue, kvprobe simulates the calls with more slots:
 the first copy that finds no slot blocks for the rest of the forward pass.
 
 A stream can also wait for something outside of the GPU, such as a host function (`cudaLaunchHostFunc`). If nothing runs

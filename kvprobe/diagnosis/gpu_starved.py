@@ -14,8 +14,9 @@ thread must have spent at least 10% of the recorded time outside of CUDA calls. 
    their cause is `python_or_gil_bound`, too;
  - gaps that the report counts as "nothing to do", because there was no request to work on.
 
-A thread that polls for the end of a step, and sleeps between two polls, leaves the same gaps. So if the thread asks the
-GPU whether it is done (`cudaEventQuery`), the evidence says how much of the gaps passed before it asked.
+A thread can also leave these gaps because it notices the end of a step too late: it asks the GPU again and again
+whether the step is done (`cudaEventQuery`), and sleeps in between. So if the thread makes these calls, the evidence
+says how much time passed from the beginning of each gap to the first of these calls in the gap.
 
 Time lost: the part of these gaps, up to the launch that ends each of them, in which the thread was in no CUDA call: it
 neither submitted work nor waited for the GPU. Predicted saving: the host prepares the next step while the GPU runs the
@@ -108,7 +109,15 @@ class _Polls(NamedTuple):
         if not self.asked:
             return []
         text = f"in {self.asked:,} of these gaps, the thread called {self.name} to learn whether the GPU was done"
-        return [Evidence(f"{text}; {ms(self.before_ns)} passed before it asked", self.before_ns, "ns", MEASURED)]
+        return [
+            Evidence(
+                f"{text}; from the beginning of a gap to the first of these calls in it, {ms(self.before_ns)} passed, "
+                "added up over these gaps",
+                self.before_ns,
+                "ns",
+                MEASURED,
+            )
+        ]
 
     def sooner(self) -> str:
         """What to change where most of the time passed before the thread asked."""

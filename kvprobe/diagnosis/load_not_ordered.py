@@ -5,9 +5,11 @@ waits before it launches, the kernels may read blocks that have not arrived.
 
 Signature: loads run on streams without kernels. Kernels that were launched after a load was submitted run before the
 load has ended. This is so in at least three bursts of loads. In fewer than half of the bursts, something follows that
-could order the burst: an event that a compute stream waits for, or a call with which the host waits or asks. A program
-that loads ahead for a later step looks alike, and is in order. This program has one wait for each burst, or one wait in
-each step for the bursts of all layers. So kvprobe takes one wait to order as many earlier bursts as a model has layers.
+could order the burst: an event that a compute stream waits for, or a call with which the host waits or asks.
+
+A correct program that loads ahead for a later step also runs kernels during its loads. But this program waits once for
+each burst, or once in each step for the bursts of all layers. So to kvprobe, one wait orders as many earlier bursts as
+a model has layers.
 
 A finding needs positive evidence: if the recording does not tell which streams wait for events, kvprobe says nothing.
 

@@ -21,17 +21,17 @@ Signature: the GPU is idle as in `gpu_starved`, and one of these is true. Otherw
 If the GPU is never idle or was not recorded, kvprobe looks at the pauses between the calls of a thread that submits.
 There must be at least 16 pauses. At least half of the long pauses must last one or a few switch intervals (up to a
 fifth more), and hardly any pause may last between 1 ms and one switch interval. A timer could have the same period, so
-one more thing must be true:
- - at least one pause in eight lasts a different number of switch intervals from the most common one, because the
-   threads that hold the lock do not always take turns; or
- - nearly every call of at least two functions is followed by a pause, while a thread that sleeps on purpose sleeps once
-   a round.
+one of these must be true as well:
+ - At least one pause in eight lasts more or fewer switch intervals than most pauses do, because the threads that hold
+   the lock do not always take turns.
+ - There are at least two functions whose calls are nearly all followed by a pause. A thread that sleeps on purpose
+   sleeps only once in each round of its loop, and so after one function.
 
 A driver's lock, a full queue and pageable memory hold a thread inside calls, not between them. Pauses in which the
 thread waited for a CPU do not count, because time slices of the scheduler last some milliseconds, too (`cpu_starved`).
 If a third of all pauses are of this kind, none counts, because Linux does not report these waits for every moment.
-Pauses in which no other thread of the process ran do not count, either, if `kvprobe run` noted that. Neither do those
-in which the thread waited for a request (in accept, poll, select, epoll_wait or recv), if the recording shows it.
+Two other kinds of pauses do not count, if the recording shows them: pauses in which no other thread of the process ran,
+and pauses in which the thread waited for a request (in accept, poll, select, epoll_wait or recv).
 
 Time lost: the part of the gaps in which the thread was outside of CUDA calls, or inside calls that submit.
 

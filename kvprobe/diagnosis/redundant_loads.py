@@ -12,18 +12,22 @@ bytes at a later look, the program rewrites the buffer, and its loads never coun
 In recordings without looks, kvprobe goes by addresses. A load counts if its process made an earlier load with the same
 source address and size, and one of these is true:
  - The earlier load has not ended when the later one is submitted.
- - The earlier load has ended and had the same destination; between the two, the program waited for something, and no
-   copy wrote to the source and no copy from elsewhere to the destination.
+ - The earlier load has ended and had the same destination. Between the two loads, the program waited for something, no
+   copy wrote to the source, and no copy from another source wrote to the destination.
  - The later load goes to another place before the host waited for anything, so that nobody has seen the first load end.
    The source is loaded several times within a tenth of a second and never again, and other sources are loaded at other
    times. (A staging buffer, which the host fills anew, comes again and again.)
 
-Four kinds of loads do not count. If the memory of the destination was freed in between, the bytes are gone: a model
-that wakes loads its weights again. A load that is repeated after the first one has ended may be needed, because the
-block may have been evicted. Buffers of less than 64 KiB that go to one place again and again are small inputs that a
-program rewrites in place. If the destination was given another source in between, the load is needed: weights that pass
-through a few buffers are loaded again and again. If the GPU was not recorded, kvprobe assumes that a load has not
-ended before the bytes of its stream can have come over the fastest link there is.
+Four kinds of loads do not count:
+ - The memory of the destination was freed between the two loads, so the bytes are gone: a model that wakes loads its
+   weights again.
+ - The load goes to another place, after the program has seen the first load end. The block may have been evicted.
+ - A buffer of less than 64 KiB goes to one place again and again: a small input that the program rewrites in place.
+ - The destination got the bytes of another source between the two loads: weights that pass through a few buffers are
+   loaded again and again.
+
+If the GPU was not recorded, the recording does not show when a load ended. kvprobe then assumes the earliest possible
+time: all bytes that the stream was given move at the rate of the fastest link there is.
 
 A kernel may have overwritten the bytes, and no recording tells this: the finding is then only likely. Of a batch, the
 recording has only the first address: two batches with equal first address, size and number of copies are likely the

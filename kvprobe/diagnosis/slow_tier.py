@@ -2,8 +2,8 @@
 
 Mechanism: blocks that CPU memory does not hold lie in files or behind a connection. The GPU is idle for as long as
 reading takes if the thread that launches reads these blocks itself, or waits for the thread that reads them. If the
-tier delivers the bytes of a token more slowly than the GPU computes the token, each hit in the tier makes a request
-later than a miss.
+tier delivers the bytes of a token more slowly than the GPU computes the token, a hit in the tier delays a request more
+than a miss.
 
 Signature: a thread reads or writes files, or memory that copies to or from a GPU use, and one of these is true:
  - The thread submits, and reads or writes between its calls.
@@ -13,7 +13,7 @@ If the thread that launches spends a tenth of the window in reads and writes, th
 GPU does.
 
 Time lost: the time in these reads and writes. Predicted saving: reading ahead, on a thread that does not launch, saves
-all of this time. Computing the tokens instead of reading them saves the time that reading takes longer than computing.
+all of this time. Computing the tokens instead of reading them saves the difference, if reading takes longer.
 
 Needs: `kvprobe run` or `attach`. A server's adapter tells the rate below which a tier is slower than computing: the
 bytes of a token, and how long the prefill of a token takes.

@@ -10,11 +10,15 @@ cause, `head_of_line_copies`.
 Time lost: the time that the engine takes longer than the bytes need at the link's rate. The engine's pauses of a few
 microseconds between two copies of a stream count, too, if the second copy was already waiting. Stores count only while
 no kernel of the process runs, because nothing waits for a store that runs beside compute. The link's rate is the
-machine's figure if the recording has one. Otherwise kvprobe takes the rate of the largest copies in the recording. If
-there are only small copies, and their sizes differ by a factor of four, kvprobe takes the rate at which copies become
-longer with their bytes. Otherwise, if half of the copies take less than 6 µs, kvprobe assumes what the GPU's link
-carries (55 GB/s for PCIe 5.0 x16), and the finding is only likely. Copies that take longer on a link of unknown speed
-do not count.
+machine's figure if the recording has one. Otherwise kvprobe takes the rate of the largest copies in the recording.
+
+If there are only small copies, the rate is found in one of these ways:
+ - If the largest size is at least four times the smallest, kvprobe compares the two: the additional bytes, divided by
+   the additional time, are the rate.
+ - If the sizes are more alike and half of the copies take less than 6 µs, kvprobe assumes what the GPU's link carries
+   (55 GB/s for PCIe 5.0 x16). The finding is then only likely.
+ - If the sizes are more alike and most of the copies take longer than 6 µs, the rate stays unknown: a slow link could
+   be the reason. kvprobe then reports no finding about these copies.
 
 Predicted saving: if the recording has addresses, joining neighbours saves the extra time of every copy that begins
 where the copy before it ends, at the source and at the destination. If the recording has no addresses or no neighbours,

@@ -6,11 +6,14 @@ pull request 31341).
 
 Signature: stores on a stream without kernels begin to execute while a kernel that was launched before the store was
 submitted is still running. In at least three bursts of stores this is so, and in fewer than half of the bursts the
-stream was told to wait for an event. A store that is ordered never begins under an older kernel. But a store of the
-blocks of an earlier step may, so kvprobe also counts these waits:
+stream was told to wait for an event.
+
+A correct program may store the blocks of an earlier step while a kernel of the next step runs. So kvprobe also counts
+these waits:
  - a wait that the stream was told some bursts before, up to as many bursts as a model has layers: the layers of a step
    are stored one by one between the launches of the next step;
- - a wait of the host, which waits or asks for the earlier step after its last launch and then stores.
+ - a wait of the host: after the last launch of the earlier step, the host waits for this step or asks whether it is
+   done, and then stores.
 
 If a thread launches nothing, it may store blocks of earlier steps, which begin under a kernel by chance. So kvprobe
 counts the thread's stores only if at least nine of ten of its bursts began under an older kernel.

@@ -11,9 +11,9 @@ Signature: the thread launches kernels before and after a synchronising call, an
  - The call waits for a read-back. The last operation before the call is a GPU-to-CPU copy of at most 64 KiB on a stream
    of kernels, and the GPU has nothing left to do when the call returns. This happens at least eight times.
 
-Two kinds of waits do not count. A wait for kernels alone (the end of a step) does not, because the thread has nothing
-else to do then. A wait on the compute stream for large copies in that stream does not either, because the stream itself
-would have waited for them.
+Two kinds of waits do not count. The first is a wait for kernels alone (the end of a step), because the thread has
+nothing else to do then. The second is a wait on the compute stream for large copies in that stream, because the stream
+itself would have waited for them.
 
 If the recording does not show what the GPU did, kvprobe knows only the stream that the call names and the copy before
 the call. The confidence is then at most "likely". A wait for an event can be for an older copy, as in a ring of
@@ -23,8 +23,9 @@ late.
 Time lost: the duration of all these waits. The thread could have launched work in this time. Predicted saving: the
 thread saves all of this time if the stream waits for an event of the copy and the thread does not wait. The wall time
 gets shorter only by the part in which the GPU computed nothing because of these waits. This part is the time in which
-the GPU ran nothing. No kernel needs a store. So if the thread waits for stores and launches the next kernel only
-afterwards, the time in which the GPU ran only these stores counts, too, as far as kernels could have hidden it.
+the GPU ran nothing. For stores, the part can be longer. If the thread waits for stores and launches the next kernel
+only afterwards, the GPU may run only these stores meanwhile. No kernel needs the stores, so this time counts, too, as
+far as kernels could have hidden it.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ changes.
 Needs: addresses, which kvprobe's own recordings have. Of a batch, the recording has only the first address.
 
 Time lost: the cost of the calls that continue the copy before them, at most the median of their stream and direction.
-kvprobe decides whether the change is worth it with the time between these calls added, because a loop that is not run
-saves this time, too. Predicted saving: the time of these calls. If kvprobe submits the copies on its own thread, that
+To decide whether the change is worth it, kvprobe adds the time between these calls: without the loop, this time is
+saved, too. Predicted saving: the time of these calls. If kvprobe submits the copies on its own thread, that
 saves more, but kvprobe does not predict how much.
 """
 

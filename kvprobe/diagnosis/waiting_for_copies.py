@@ -2,13 +2,14 @@
 
 Mechanism: the model's next kernel needs bytes that are still being copied, or the thread launches the kernel only after
 the copies. Loads that are submitted when they are needed, and not a step ahead, run alone however fast the link is.
-Loads that are submitted ahead run alone, too, if their stream makes them wait until the kernels have ended. If they
-need not wait, they run alone only for as long as they take longer than the kernels that could hide them.
+Loads that are submitted ahead run alone, too, if their stream makes them wait until the kernels have ended. Loads that
+need not wait run beside the kernels, and run alone only for the time by which the loads are longer than these kernels.
 
 Signature: this cause has no signature of its own. The lines "waiting for copies" of the report say for how long only
 copies ran. This cause gets the part of these lines that no other cause explains. The evidence says what the recording
 shows about the copies: whether they were submitted too late, or early but had to wait in their stream. The report says
-that the wait is measured and that its cause is not: why the copies were late, only the evidence says.
+"the wait is measured, its cause is not": kvprobe knows for certain how long the GPU waited, but not why the copies were
+late.
 
 Before the first kernel of the window, and after the last one, nothing shows whether a model waited: weights may have
 been loaded, or the model may have ended. kvprobe does not decide about this time.

@@ -8,11 +8,14 @@ GPU ran nothing, and what its thread did. This cause gets the part of these line
 
 A program can put a function of the host into a stream: `cudaLaunchHostFunc`, `cudaStreamAddCallback`. What was
 submitted behind it waits until CUDA has called the function and the function has returned. If the GPU runs nothing
-until then, the time is in the line "in other code", and the evidence names the call that put the function there. Nsight
-Systems and the PyTorch profiler do not record which stream a function went into. kvprobe then attributes the wait to
-the function if the same thread put the function there between the two operations. The thread may also put a function
-there and then wait for the GPU, in a call such as `cudaStreamSynchronize`: this call returns only when the function has
-returned.
+until then, the time is in the line "in other code", and the evidence names the call that put the function there.
+Another case is a thread that puts a function into a stream and then waits for the GPU, in a call such as
+`cudaStreamSynchronize`: this call returns only when the function has returned.
+
+Nsight Systems and the PyTorch profiler do not record which stream a function was put into. In these recordings, kvprobe
+goes by the order of three calls. The first call submits an operation to a stream. The second call puts the function
+into any stream. The third call submits the next operation to the first stream. If one thread made the second and the
+third call, kvprobe takes the function as the reason why this next operation began late.
 
 Before the first kernel of the window, and after the last one, nothing shows whether a model waited: weights may have
 been loaded, or the model may have ended. kvprobe does not decide about this time. Some pauses are far longer than the

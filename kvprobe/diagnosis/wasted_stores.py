@@ -10,9 +10,9 @@ Signature: one of these is true:
    judged. Between a store and the store that overwrites it, the process waited for something. Stores that are not
    overwritten before the recording ends cannot be judged. If nothing is ever loaded from the memory, kvprobe does not
    decide: the memory may be a staging buffer that the host reads, on its way to a disk or a network.
- - The recorder looked at the bytes of a sample of destinations (`kvprobe run`), and saw as many stores of at least 64
-   KiB that wrote what was already there. Bytes that are one word over and over, as in memory that nobody has filled,
-   do not count.
+ - The recorder looked at the bytes of a sample of destinations (`kvprobe run`), and saw stores of at least 64 KiB that
+   wrote what was already there. The same limits hold: 64 stores, together 16 MB, a quarter. Bytes that are one word
+   over and over, as in memory that nobody has filled, do not count.
 
 Needs: addresses, which kvprobe's own recordings have.
 

@@ -19,9 +19,9 @@ true:
 If the GPU was not recorded, kvprobe sees large loads on a stream that has as many launches, but not what computes
 meanwhile. If these loads carry enough bytes to fill a tenth of the time, the cause is an open question.
 
-Time lost: the time for which copies and kernels could have run side by side, less the time for which they did. All
-copies take some time, and all kernels take some time: the shorter of these two times is how long both could have run
-side by side.
+Time lost: the time for which copies and kernels could have run side by side, less the time for which they did.
+Copies and kernels could have run side by side for the total time of all copies or the total time of all kernels,
+whichever is shorter.
 Predicted saving: the same time.
 """
 
