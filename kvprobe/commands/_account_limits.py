@@ -58,12 +58,15 @@ class GpuShare:
     """What the GPU that is furthest from a limit has of it; `share` None: no GPU was seen.
 
     `passed_ns`: of lines that are not known, what the limit passes over: each device takes some microseconds to start.
+    `unknown`: the share of time in which it may have waited, too, of limits on waiting; `lacks`: what would show it.
     """
 
     share: float | None
     gpu: str = ""
     ns: int = 0
     passed_ns: int = 0
+    unknown: float = 0.0
+    lacks: str = ""
 
 
 def account_limits(command: F) -> F:
@@ -83,6 +86,7 @@ def account_limits(command: F) -> F:
 def worst_share(account: Account, option: str) -> GpuShare:
     """Of the GPUs that were seen, the share of the one that is worst by this limit."""
     from kvprobe.account import COPIES, HOST, Line
+    from kvprobe.diagnosis.verdict import not_known_of
     from kvprobe.reporting.account import gpu_name
 
     lines = {
@@ -101,4 +105,8 @@ def worst_share(account: Account, option: str) -> GpuShare:
     worst = min(seen, key=share) if option == "min-computing" else max(seen, key=share)
     ns = int(share(worst) * worst.window_ns)
     passed = worst.ns(Line.NOT_KNOWN) - sum(worst.matters_ns().values()) if option == "max-not-known" else 0
-    return GpuShare(share(worst), gpu_name(account, worst), ns, passed)
+    lack = not_known_of(worst) if option.startswith("max-waiting") else None
+    unknown = sum(worst.matters_ns().values()) / worst.window_ns if lack else 0.0
+    return GpuShare(
+        share(worst), gpu_name(account, worst), ns, passed, unknown, f"{lack.what}; {lack.how}" if lack else ""
+    )

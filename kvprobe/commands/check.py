@@ -237,7 +237,8 @@ def _of_account(found: Examination, name: str, most: float) -> CheckedLimit:
     said = f"{percent(worst.share)}, {duration(worst.ns)}"
     if worst.passed_ns:
         said += f" (and {duration(worst.passed_ns)} of short delays before the GPU started what was submitted)"
-    return CheckedLimit(name, percent(most), said, broken, f"on {worst.gpu}")
+    undecided = worst.lacks if not broken and worst.share + worst.unknown > most else ""
+    return CheckedLimit(name, percent(most), said, broken, f"on {worst.gpu}", undecided=undecided)
 
 
 def _decided(limit: CheckedLimit, verdict: Verdict) -> CheckedLimit:

@@ -116,6 +116,10 @@ def _print_unnamed(verdict: Verdict, findings: Examination, look: LookNext | Non
     if look is not None:
         click.echo(plain(f"Look at next: {look.text}"))
         click.echo(plain(f"To narrow it down: {look.narrower}"))
+    if verdict.state == "found":
+        for lack in verdict.missing[:1]:
+            click.echo(plain(f"Not decided: {lack.what}"))
+            click.echo(plain(f"To decide it: {lack.how}"))
 
 
 def _print_found(recording: Recording, named: Sequence[Finding], small: Sequence[Finding]) -> None:

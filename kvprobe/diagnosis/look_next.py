@@ -65,7 +65,7 @@ class LookNext:
     def text(self) -> str:
         """The line, and who was in it where, in a sentence without its full stop."""
         gpu = f"GPU {self.gpu}" if self.gpu >= 0 else "the GPU"
-        line = f"the largest line of {gpu} that is not computing is “{LINE_TITLES[self.line]}”"
+        line = f"the longest known wait of {gpu} is “{LINE_TITLES[self.line]}”"
         said = f"{line}: {time_text(self.ns)}, {percent_text(self.share)} of the serving window"
         if self.thread < 0:
             return said

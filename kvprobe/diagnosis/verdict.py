@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvprobe.diagnosis import Examination
     from kvprobe.diagnosis.finding import Finding
 
-__all__ = ["MissingPart", "Verdict", "missing", "of_full_queue", "of_recording", "statement"]
+__all__ = ["MissingPart", "Verdict", "missing", "not_known_of", "of_full_queue", "of_recording", "statement"]
 
 State = Literal["found", "healthy", "undecided"]
 
@@ -187,6 +187,7 @@ def of_recording(recording: Recording, found: Examination) -> Verdict:
     seen = [gpu for gpu in found.account.gpus if gpu.seen]
     waited = [_waited(gpu, len(seen) > 1) for gpu in seen if gpu.waited_share >= WAITED_SHARE]
     if waited and any(not one.abstains and one.device_ns for one in found):
+        lacks += [lack for gpu in seen if (lack := not_known_of(gpu)) is not None]
         return Verdict("found", waited[0], tuple(lacks))
     lacks += _open([one for one in found if one.at_stake != "info"])
     lacks += [lack for gpu in found.account.gpus for lack in _not_computing(gpu)]
@@ -212,21 +213,26 @@ def _with_work_to_do(gpu: GpuAccount) -> str:
     return f"the {time_text(gpu.asked_ns)} in which there was work to do"
 
 
+def not_known_of(gpu: GpuAccount) -> MissingPart | None:
+    """What is not known of a GPU that was seen, and how to record it; None where it is too little to matter."""
+    unknown = gpu.matters_ns()
+    share = sum(unknown.values()) / gpu.window_ns
+    if share < UNKNOWN_SHARE:
+        return None
+    why = max(unknown, key=lambda reason: unknown[reason])
+    if why in OPEN:  # that nothing ran is known
+        what = f"for {percent_text(share)} of the time the GPU had nothing to run, and {why.text}"
+        return MissingPart(what, _REQUESTS)
+    what = f"for {percent_text(share)} of the time, it is not known what the GPU did, because {why.text}"
+    return MissingPart(what, _DEVICE)
+
+
 def _not_computing(gpu: GpuAccount) -> list[MissingPart]:
     """What keeps a GPU's account from being a healthy one."""
     if not gpu.seen:
         return [MissingPart("the recording does not show what the GPU did", _DEVICE)]
-    out = []
-    unknown = gpu.matters_ns()
-    share = sum(unknown.values()) / gpu.window_ns
-    if share >= UNKNOWN_SHARE:
-        why = max(unknown, key=lambda reason: unknown[reason])
-        if why in OPEN:  # that nothing ran is known
-            what, how = f"for {percent_text(share)} of the time the GPU had nothing to run, and {why.text}", _REQUESTS
-        else:
-            what = f"for {percent_text(share)} of the time, it is not known what the GPU did, because {why.text}"
-            how = _DEVICE
-        out.append(MissingPart(what, how))
+    lack = not_known_of(gpu)
+    out = [lack] if lack else []
     waited = gpu.waiting_share
     if waited >= WAITED_SHARE:
         time = _with_work_to_do(gpu)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvprobe.account import HOST, Line, Unknown
+from kvprobe.commands.check import _of_account
 from kvprobe.diagnosis import Examination, examine
 from kvprobe.diagnosis.verdict import of_recording
 from kvprobe.recordings.model import CallKind, Direction, Engine, RangeStyle, Recording, Source, Table
@@ -132,6 +135,24 @@ def test_an_open_question_gives_way_to_a_larger_one():
     one = next(one for one in found if one.cause == "waiting_for_host")
     assert one.abstains and "pauses of its thread" in one.title
     assert one.lost_ns == found.account.gpus[0].open_ns
+
+
+@pytest.mark.parametrize(("most", "undecided"), [(0.10, True), (0.90, False)])
+def test_a_limit_on_waiting_is_undecided_while_open_pauses_could_break_it(most, undecided):
+    limit = _of_account(examine(served([0, *[40 * MS] * 15], 10)), "max-waiting-for-host", most)
+    assert not limit.broken and bool(limit.undecided) == undecided
+    assert not undecided or "waited for a request or prepared one; record" in limit.undecided
+
+
+def test_what_is_not_known_is_told_beside_small_waits():
+    """The GPU waited for 19% of the time with work to do, for several reasons; of 77% of the window nobody knows."""
+    recording = served([0, *[40 * MS] * 15], 10, step_pause_ns=250_000)
+    found = examine(recording)
+    small = replace(found, findings=[replace(one, severity="info") for one in found])
+    verdict = of_recording(recording, small)
+    assert verdict.state == "found" and verdict.reason.startswith("the GPU waited for 19% of")
+    (lack,) = verdict.missing
+    assert "waited for a request or prepared one" in lack.what and "kvprobe run --nsys" in lack.how
 
 
 def test_a_long_pause_alone_does_not_show_that_no_request_was_there():
