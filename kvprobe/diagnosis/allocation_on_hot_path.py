@@ -4,11 +4,11 @@ Mechanism: `cudaMalloc`, `cudaHostAlloc`, `cudaHostRegister` and the calls that 
 lock, may wait for the GPU, and pin page by page (tens of milliseconds for 100 MB). During serving, each of these
 calls is a pause.
 
-Signature: one of these calls takes at least 20 µs, and its thread submits work before and after the call. The first 32
-submissions of a process are set-up and do not count, unless their thread calls the same function eight times and
-more afterwards. If the call waited for another thread's blocked submission, the cause is `context_lock_stall`.
-A call after which its thread paused before it submitted anything kept nobody waiting, if the pause was a wait for a
-request: the account counts it with the pause.
+Signature: one of these calls takes at least 20 µs, and its thread submits work before and after the call. These calls
+do not count while a process makes its first 32 submissions, because this is set-up. (They do count if the thread calls
+the same function at least eight times later on.) If the call waited for another thread's blocked submission, the cause
+is `context_lock_stall`. If a thread makes the call and then waits for a request, nobody waited for the call: the report
+adds its time to that wait.
 
 Predicted saving: a pool that is filled before serving saves the whole time in the calls that it replaces. A pool of
 pinned memory replaces the calls that pin. A pool of the GPU's memory, or `cudaMallocAsync` with a pool that keeps the

@@ -8,15 +8,15 @@ after the gap began. (So the queue was empty. A kernel that starts long after it
 Between the beginning of the gap and this launch, the launching thread must have spent at least 200 µs outside of CUDA
 calls. Every program has some gaps. So the finding needs at least five of these gaps, and in all of them together the
 thread must have spent at least 10% of the recorded time outside of CUDA calls. Three kinds of gaps do not count:
- - gaps with less than 200 µs outside of CUDA calls, as they occur between all launches: their cause is
-   `python_or_gil_bound`;
+ - gaps with less than 200 µs outside of CUDA calls, as they occur between all launches: many of them belong to
+   `python_or_gil_bound`, a few of them to `waiting_for_host`;
  - gaps in which the recording shows that the Python interpreter was the reason (its lock, its garbage collection):
    their cause is `python_or_gil_bound`, too;
  - gaps that the report counts as "nothing to do", because there was no request to work on.
 
-A thread can also leave these gaps because it notices the end of a step too late: it asks the GPU again and again
-whether the step is done (`cudaEventQuery`), and sleeps in between. So if the thread makes these calls, the evidence
-says how much time passed from the beginning of each gap to the first of these calls in the gap.
+These gaps can have another reason: the thread notices the end of a step too late, because it asks the GPU again and
+again whether the step is done (`cudaEventQuery`), and sleeps in between. So if the thread makes these calls, the
+evidence says how much time passed from the beginning of each gap to the first of these calls in the gap.
 
 Time lost: the part of these gaps, up to the launch that ends each of them, in which the thread was in no CUDA call: it
 neither submitted work nor waited for the GPU. Predicted saving: the host prepares the next step while the GPU runs the

@@ -7,11 +7,14 @@ oldest operation in the queue, and blocks the thread that submits.
 Signature: three signs are needed:
  - The number of outstanding submissions stops growing at one value.
  - Calls with that many outstanding submissions take longer than calls with fewer.
- - Most of these calls return just when the stream finishes an operation, and not by chance.
+ - Most of these calls return just when the stream finishes an operation, and not by chance. (If operations end so often
+   that most calls would return so by chance, this sign tells nothing. Then the number of outstanding submissions must
+   have stayed at its highest value while these calls waited.)
 
-If the recorder itself labels calls that met a full queue (CUPTI 12.4: command buffer full), kvprobe uses these labels,
-and compares its own three signs with them. Fast calls are healthy however many submissions are outstanding. Slow calls
-with few outstanding submissions have another cause. If one sign is missing, kvprobe says which, and does not decide.
+If the recorder itself labels calls that met a full queue (CUPTI 12.4: command buffer full), the labels decide, and
+kvprobe only says beside them what its own three signs show. Fast calls are healthy however many submissions are
+outstanding. Slow calls with few outstanding submissions have another cause. If one sign is missing, kvprobe says which,
+and does not decide.
 
 Predicted saving: kvprobe simulates the recorded calls with the slots that each change adds. A deeper queue
 (`CUDA_SCALE_LAUNCH_QUEUES=4x`) has four times as many slots. With a stream for each transfer, there are as many queues

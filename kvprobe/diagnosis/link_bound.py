@@ -13,9 +13,9 @@ change is to find out why the link is slow. The recording tells the link's gener
 If neither does, kvprobe compares with PCIe 5.0 x16, which carries 55 GB/s.
 
 Other findings about copies come first: small, redundant or slow copies, and copies that could have overlapped with
-kernels. This finding counts only the time of the copy engine that they leave. A finding about a thread, such as a full
-launch queue, may explain a part of the same wait. The change for the full queue then lets copies overlap with kernels,
-which shortens the wait. For the rest of the wait, only fewer bytes help.
+kernels. This finding counts only the time of the copy engine that they leave. If a full launch queue is the reason why
+copies do not overlap with kernels, this part of the wait belongs to the finding about the queue. For the rest of the
+wait, only fewer bytes help.
 
 If the recording does not show what the GPU did, it does not show whether the model waits for copies. If the copies
 on copy streams then carry 80% of the link's rate over the whole time, the cause is an open question.
@@ -50,7 +50,7 @@ FEWER_STORES = Change(
     "setting",
 )
 REPEATED = Change(
-    "Record with `kvprobe run -- COMMAND` as well: it shows how many of these bytes were already where they went to, "
+    "Record with `kvprobe run -- COMMAND` as well: it shows how many of these bytes their destination had already, "
     "which this recording does not tell"
 )
 RECOMPUTE = Change("Recompute short prefixes instead of loading them where that is faster")

@@ -4,9 +4,10 @@ Mechanism: each launch costs Python and framework work. If kernels are shorter t
 each kernel. Or the thread waits for the interpreter's lock while another thread computes in Python, and gets the lock
 back after the switch interval of 5 ms. Or the interpreter collects garbage.
 
-Signature: the GPU is idle as in `gpu_starved`, and one of these is true. Otherwise the gaps belong to `gpu_starved`.
+Signature: a gap is a time in which the GPU executes nothing, although the launch that ends the gap was made only after
+the gap began. Gaps belong to this cause if one of these is true:
  - There are many short gaps, one for each launch: at least 64 gaps below 200 µs, which together take at least a tenth
-   of the time.
+   of the time. (Fewer short gaps belong to `waiting_for_host`.)
  - Long gaps (1 ms or more) last one or several switch intervals: hardly any long gap is shorter than 4.8 ms, the
    shortest are close to 5 ms, and at least a quarter are below 8 ms. Then other threads hold the lock, and each gives
    the lock up 5 ms after it was asked to.
@@ -14,14 +15,16 @@ Signature: the GPU is idle as in `gpu_starved`, and one of these is true. Otherw
  - Stacks that were taken in the gaps show the thread waiting for the lock, or in Python code.
  - Nsight recorded calls of the operating system (osrt), and in the gaps a thread that runs Python is in
    `pthread_cond_timedwait`. In CPython only `take_gil` waits there, one switch interval at a time.
- - `kvprobe run` noted CPU time: for most of at least 16 gaps of a thread that runs Python, another thread of the
-   process ran, and this one did not. This one waited for the interpreter's lock, a lock of the program's own, or a
-   result of the other thread: the CPU time does not tell which.
+ - `kvprobe run` noted CPU time, and a thread that runs Python has at least 16 gaps. In most of the time of these gaps,
+   another thread of the process ran, and this one did not. This one waited for the interpreter's lock, a lock of the
+   program's own, or a result of the other thread: the CPU time does not tell which.
+
+Other gaps of 200 µs or more belong to `gpu_starved`.
 
 If the GPU is never idle or was not recorded, kvprobe looks at the pauses between the calls of a thread that submits.
-There must be at least 16 pauses. At least half of the long pauses must last one or a few switch intervals (up to a
-fifth more), and hardly any pause may last between 1 ms and one switch interval. A timer could have the same period, so
-one of these must be true as well:
+There must be at least 16 pauses. At least half of the long pauses must last a whole number of switch intervals, or up
+to a fifth of an interval longer. Hardly any pause may last between 1 ms and one switch interval. A timer could have the
+same period, so one of these must be true as well:
  - At least one pause in eight lasts more or fewer switch intervals than most pauses do, because the threads that hold
    the lock do not always take turns.
  - There are at least two functions whose calls are nearly all followed by a pause. A thread that sleeps on purpose

@@ -12,7 +12,7 @@ microseconds between two copies of a stream count, too, if the second copy was a
 no kernel of the process runs, because nothing waits for a store that runs beside compute. The link's rate is the
 machine's figure if the recording has one. Otherwise kvprobe takes the rate of the largest copies in the recording.
 
-If there are only small copies, the rate is found in one of these ways:
+If there are only small copies, there are three cases:
  - If the largest size is at least four times the smallest, kvprobe compares the two: the additional bytes, divided by
    the additional time, are the rate.
  - If the sizes are more alike and half of the copies take less than 6 µs, kvprobe assumes what the GPU's link carries

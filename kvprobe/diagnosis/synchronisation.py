@@ -16,16 +16,15 @@ nothing else to do then. The second is a wait on the compute stream for large co
 itself would have waited for them.
 
 If the recording does not show what the GPU did, kvprobe knows only the stream that the call names and the copy before
-the call. The confidence is then at most "likely". A wait for an event can be for an older copy, as in a ring of
-buffers. If the thread launched kernels since its last copy, kvprobe cannot tell whether the copies or the kernels were
-late.
+the call. The confidence is then at most "likely", because the call may wait for an older copy, as a program does that
+uses a few buffers in turn. If the thread launched kernels since its last copy, kvprobe cannot tell whether the copies
+or the kernels were late.
 
 Time lost: the duration of all these waits. The thread could have launched work in this time. Predicted saving: the
 thread saves all of this time if the stream waits for an event of the copy and the thread does not wait. The wall time
-gets shorter only by the part in which the GPU computed nothing because of these waits. This part is the time in which
-the GPU ran nothing. For stores, the part can be longer. If the thread waits for stores and launches the next kernel
-only afterwards, the GPU may run only these stores meanwhile. No kernel needs the stores, so this time counts, too, as
-far as kernels could have hidden it.
+gets shorter only by a part of this time: the part in which the GPU ran nothing because of these waits. With stores, the
+part can be longer. If the thread waits for stores and launches the next kernel only afterwards, the GPU may run only
+these stores meanwhile. No kernel needs the stores, so this time counts, too, as far as kernels could have hidden it.
 """
 
 from __future__ import annotations

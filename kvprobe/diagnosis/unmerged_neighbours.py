@@ -14,7 +14,8 @@ changes.
 
 Needs: addresses, which kvprobe's own recordings have. Of a batch, the recording has only the first address.
 
-Time lost: the cost of the calls that continue the copy before them, at most the median of their stream and direction.
+Time lost: what the calls cost that continue the copy before them. Each call counts with its duration, but at most with
+the median duration of its stream and direction.
 To decide whether the change is worth it, kvprobe adds the time between these calls: without the loop, this time is
 saved, too. Predicted saving: the time of these calls. If kvprobe submits the copies on its own thread, that
 saves more, but kvprobe does not predict how much.

@@ -13,9 +13,9 @@ Another case is a thread that puts a function into a stream and then waits for t
 `cudaStreamSynchronize`: this call returns only when the function has returned.
 
 Nsight Systems and the PyTorch profiler do not record which stream a function was put into. In these recordings, kvprobe
-goes by the order of three calls. The first call submits an operation to a stream. The second call puts the function
-into any stream. The third call submits the next operation to the first stream. If one thread made the second and the
-third call, kvprobe takes the function as the reason why this next operation began late.
+goes by the order of calls. An operation began late because of a function if both of these are true:
+ - One thread put the function into a stream, whichever that was, and then submitted the operation.
+ - The thread did so after the operation before it in the same stream had been submitted.
 
 Before the first kernel of the window, and after the last one, nothing shows whether a model waited: weights may have
 been loaded, or the model may have ended. kvprobe does not decide about this time. Some pauses are far longer than the
@@ -151,7 +151,7 @@ def _between_requests(joined: JoinedRecording) -> Finding | None:
     seen = (
         "no thread of the process used the CPU"
         if why == Unknown.OUTSIDE
-        else "after most other waits for the GPU it submits at once"
+        else "after most of its other waits for the GPU, the thread submits at once"
     )
     window = int(cut.start[mine].min()), int(cut.end[mine].max())
     return joined.finding(

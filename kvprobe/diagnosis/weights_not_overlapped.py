@@ -12,12 +12,12 @@ true:
    contains every copy does not count, because it does not tell one copy from another.
  - The sizes of the copies repeat in the same order, and are at least 1 MiB.
  - Many copies have one size of at least 1 MiB, and each copy was submitted before the kernel in front of it had ended.
-   So the copy could have overlapped with this kernel. A copy that was submitted later may not have been possible
-   earlier. Several copies may follow one kernel, if there are always as many, their stream is the one that computes,
-   and nothing of this size is copied from the GPU.
+   So the copy could have overlapped with this kernel. A copy that was submitted after the end of this kernel does not
+   count: perhaps it could not be submitted earlier. Several copies between two kernels count if their number is the
+   same each time, their stream is the one that computes, and nothing of this size is copied from the GPU.
 
-If the GPU was not recorded, kvprobe sees large loads on a stream that has as many launches, but not what computes
-meanwhile. If these loads carry enough bytes to fill a tenth of the time, the cause is an open question.
+If the GPU was not recorded, kvprobe sees large loads on a stream that has about as many launches as loads, but not what
+computes meanwhile. If these loads carry enough bytes to fill a tenth of the time, the cause is an open question.
 
 Time lost: the time for which copies and kernels could have run side by side, less the time for which they did.
 Copies and kernels could have run side by side for the total time of all copies or the total time of all kernels,

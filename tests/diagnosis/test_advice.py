@@ -30,4 +30,4 @@ def test_where_all_copies_are_stores_nothing_is_said_of_loads(name: str) -> None
 def test_a_recorder_that_tells_no_addresses_leaves_repeated_bytes_to_run() -> None:
     found = diagnose(open_recording(ACCOUNTS / "stores_of_a_prefill_hold_back_the_next_one.sqlite.gz"))
     (link,) = (one for one in found if one.cause == "link_bound")
-    assert "kvprobe run" in link.cure[-1].text and "were already where they went to" in link.cure[-1].text
+    assert "kvprobe run" in link.cure[-1].text and "their destination had already" in link.cure[-1].text
