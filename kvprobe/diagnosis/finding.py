@@ -223,7 +223,7 @@ class Where:
     stream: int = -1  # row of the recording's `streams`
     stream_name: str = ""
     range: str = ""  # innermost NVTX range, annotation or operator around most of the lost time
-    function: str = ""  # innermost Python function of the program for most of it, where the profile holds functions
+    function: str = ""  # innermost Python function of the program around most of it, where a profile holds functions
     lost_ns: int = 0
     calls: int = 0
 

@@ -17,6 +17,10 @@ thread must have spent at least 10% of the recorded time outside of CUDA calls. 
 A thread that polls for the end of a step, and sleeps between two polls, leaves the same gaps. So if the thread asks the
 GPU whether it is done (`cudaEventQuery`), the evidence says how much of the gaps passed before it asked.
 
+A PyTorch profile that was recorded `with_stack=True` holds Python functions. Then the evidence names the innermost
+functions of the program in which the thread was longest in these gaps. In other recordings, py-spy or NVTX ranges show
+what the thread does.
+
 Time lost: the part of these gaps, up to the launch that ends each of them, in which the thread was in no CUDA call: it
 neither submitted work nor waited for the GPU. Predicted saving: the host prepares the next step while the GPU runs the
 current one. So kvprobe predicts for each gap the shorter of two times: the preparation, or the GPU's work between this

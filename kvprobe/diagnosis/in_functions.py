@@ -13,7 +13,7 @@ from kvprobe.diagnosis.joined import JoinedRecording, ms
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, union
 from kvprobe.recordings.model import Array
-from kvprobe.recordings.python_functions import InFunction, longest_in
+from kvprobe.recordings.python_functions import InFunction, longest_in, mostly_in
 
 __all__ = ["BY_FUNCTIONS", "WITH_STACK", "in_functions", "outside_in_functions", "without_functions"]
 
@@ -53,18 +53,21 @@ def in_functions(
     long = np.bincount(place, weights=end - start)
     mostly: dict[tuple[int, int], str] = {}
     evidence: list[Evidence] = []
-    for number in np.argsort(-long, kind="stable")[:MOST_THREADS].tolist():
+    looked_at = np.argsort(-long, kind="stable")[:MOST_THREADS].tolist()
+    for number in looked_at:
         rows = np.flatnonzero(joined.caller == callers[number])
         if not len(rows):
             continue
         process, thread = int(joined.process[rows[0]]), int(joined.thread[rows[0]])
         times = Cover(start[place == number], end[place == number])
         found = longest_in(joined.recording, process, thread, times)
-        if found and 2 * found[0].ns > times.total_ns:
-            mostly[joined.pid(process), thread] = found[0].name
-        evidence = evidence or [
-            _said(one, thread, what) for one in found if one.ns >= LEAST_SHARE * max(times.total_ns, 1)
-        ]
+        name, ns = mostly_in(joined.recording, process, thread, times)
+        mostly[joined.pid(process), thread] = name
+        if number == looked_at[0]:
+            evidence = [_said(one, thread, what) for one in found if one.ns >= LEAST_SHARE * times.total_ns]
+            if ns and not any(one.name == name and 2 * one.ns > times.total_ns for one in found):
+                text = f"for {ms(ns)} of {what}, thread {thread} was in {name}, or in functions that it called"
+                evidence.insert(0, Evidence(text, ns, "ns", BY_FUNCTIONS))
     named = tuple(replace(one, function=mostly.get((one.pid, one.thread), "")) for one in places)
     return named, evidence
 

@@ -15,7 +15,7 @@ import numpy as np
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import Array, Recording
 
-__all__ = ["FRAME", "InFunction", "is_own", "longest_in", "stack_at"]
+__all__ = ["FRAME", "InFunction", "is_own", "longest_in", "mostly_in", "stack_at"]
 
 FRAME = re.compile(r"(?P<name>.*) \((?P<file>.+):(?P<line>\d+)\)")
 MOST_FRAMES = 64
@@ -71,24 +71,14 @@ class InFunction:
 
 def longest_in(recording: Recording, process: int, thread: int, times: Cover, most: int = 3) -> list[InFunction]:
     """The functions of the program that a thread was in longest in these times, the longest first."""
-    table = recording.python_functions
-    if not table.rows:
+    start, end, inside, name = _inside(recording, process, thread, times)
+    if not len(name):
         return []
-    rows = np.flatnonzero((table["thread"] == thread) & (table["process"] == process))
-    inside = times.within(table["start_ns"][rows], table["end_ns"][rows])
-    rows, inside = rows[inside > 0], inside[inside > 0]
-    if not len(rows):
-        return []
-    start, end = table["start_ns"][rows], table["end_ns"][rows]
-    order = np.lexsort((-end, start))
-    start, end, inside, name = start[order], end[order], inside[order], table["name"][rows[order]]
     caller = _callers(start, end)
     called = np.zeros(len(inside), dtype=np.int64)
     np.add.at(called, caller[caller >= 0], inside[caller >= 0])
     alone = np.maximum(inside - called, 0)  # in the function, and in none that it called
-    names = np.flatnonzero(np.bincount(name))
-    own = np.zeros(int(names[-1]) + 1, dtype=bool)
-    own[names] = [_of_program(recording.text(int(one))) for one in names]
+    own = _own(recording, name)
     owner = name[_owners(caller, own[name])]
     spent = np.bincount(owner, weights=alone)
     out = []
@@ -103,6 +93,46 @@ def longest_in(recording: Recording, process: int, thread: int, times: Cover, mo
             found = InFunction(found.name, found.ns, found.own, recording.text(deepest), int(inner[deepest]))
         out.append(found)
     return out
+
+
+def mostly_in(recording: Recording, process: int, thread: int, times: Cover) -> tuple[str, int]:
+    """The innermost function of the program that held a thread for most of these times, and for how long.
+
+    With all that it called; "" and 0 where the thread was in no one function for so long.
+    """
+    start, end, inside, name = _inside(recording, process, thread, times)
+    most: tuple[str, int] = "", 0
+    if not len(name):
+        return most
+    upper = np.bincount(name, weights=inside)  # one that calls itself counts several times
+    for one in np.flatnonzero(_own(recording, name) & (2 * upper > times.total_ns)).tolist():
+        mine = name == one
+        ns = times.intersect_ns(Cover(start[mine], end[mine]))
+        if 2 * ns > times.total_ns and (not most[1] or ns < most[1]):
+            most = recording.text(one), ns
+    return most
+
+
+def _inside(recording: Recording, process: int, thread: int, times: Cover) -> tuple[Array, Array, Array, Array]:
+    """A thread's calls of functions that lie in these times, outer ones first: start, end, how much lies in them, name.
+
+    Arrays of one entry a call; of none where there is none.
+    """
+    table = recording.python_functions
+    rows = np.flatnonzero((table["thread"] == thread) & (table["process"] == process))
+    inside = times.within(table["start_ns"][rows], table["end_ns"][rows])
+    rows, inside = rows[inside > 0], inside[inside > 0]
+    start, end = table["start_ns"][rows], table["end_ns"][rows]
+    order = np.lexsort((-end, start))
+    return start[order], end[order], inside[order], table["name"][rows[order]]
+
+
+def _own(recording: Recording, name: Array) -> Array:
+    """Mask over indexes of names, up to the last of these: which of these are the program's functions."""
+    used = np.flatnonzero(np.bincount(name))
+    own = np.zeros(int(used[-1]) + 1, dtype=bool)
+    own[used] = [_of_program(recording.text(int(one))) for one in used]
+    return own
 
 
 def _callers(start: Array, end: Array) -> Array:

@@ -95,14 +95,17 @@ def test_without_functions_nothing_else_changes_and_the_report_asks_for_them(
     assert all(one.function == one.line == "" for one in of(plain, "pageable_memory").calls)
 
 
-def test_several_functions_of_a_server_are_named_where_none_has_most_of_the_time(shared_data: Path) -> None:
+def test_of_a_server_the_function_around_most_of_the_time_is_named_and_the_longest_within(shared_data: Path) -> None:
     recording, found = examined(shared_data / B200)
+    model = "forward (vllm/model_executor/models/gpt_oss.py:221)"
     for cause in ("python_or_gil_bound", "gpu_starved"):
         finding = of(found, cause)
-        said = [one for one in finding.evidence if one.how == BY_FUNCTIONS]
-        assert len(said) == 2 and any("vllm/" in one.text for one in said)
-        assert finding.where[0].function == "", "no function has half of the time"
-        assert not any("mostly in" in line for line in terminal_lines(recording, finding))
+        around, *within = [one for one in finding.evidence if one.how == BY_FUNCTIONS]
+        assert around.text.endswith(f"was in {model}, or in functions that it called")
+        assert 0.5 * finding.lost_ns < around.value < finding.lost_ns
+        assert len(within) == 2 and all("the innermost function of the program" in one.text for one in within)
+        assert finding.where[0].function == model
+        assert f"  mostly in       {model}, in thread 6583" in terminal_lines(recording, finding)
 
 
 def test_where_to_look_next_names_the_function() -> None:

@@ -17,10 +17,10 @@ import pytest
 from kvprobe.recordings import open_recording
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import Recording, Table
-from kvprobe.recordings.python_functions import is_own, longest_in, stack_at
+from kvprobe.recordings.python_functions import is_own, longest_in, mostly_in, stack_at
 from kvprobe.recordings.vocabulary import kineto_function
 
-EVERYTHING = Cover(np.array([-(1 << 62)]), np.array([1 << 62]))
+EVERYTHING = Cover(np.array([0]), np.array([1 << 62]))
 
 
 def made(*functions: tuple[str, int, int], thread: int = 7) -> Recording:
@@ -104,6 +104,22 @@ def test_only_the_time_that_was_asked_for_and_the_threads_own_functions_count() 
     ]
     assert longest_in(made(*NESTED), 0, 8, waits) == []
     assert longest_in(Recording([]), 0, 7, waits) == []
+
+
+def test_the_function_around_most_of_the_time_is_the_innermost_of_those() -> None:
+    assert mostly_in(made(*NESTED), 0, 7, EVERYTHING) == ("", 0), "of all time, the functions are hardly any"
+    assert mostly_in(made(*NESTED), 0, 7, Cover(np.array([0]), np.array([1000]))) == ("prepare (serve.py:9)", 600)
+    assert mostly_in(made(*NESTED), 0, 7, Cover(np.array([600]), np.array([900]))) == ("step (serve.py:30)", 200)
+    assert mostly_in(made(*NESTED), 0, 7, Cover(np.array([0]), np.array([300]))) == ("prepare (serve.py:9)", 200)
+    assert mostly_in(made(*NESTED), 0, 7, Cover(np.array([0]), np.array([150]))) == ("main (serve.py:1)", 150)
+    assert mostly_in(made(*NESTED), 0, 8, EVERYTHING) == mostly_in(Recording([]), 0, 7, EVERYTHING) == ("", 0)
+
+
+def test_a_function_that_calls_itself_counts_once() -> None:
+    again = made(("walk (a.py:1)", 0, 40), ("walk (a.py:1)", 5, 40), ("other (a.py:9)", 40, 100))
+    assert mostly_in(again, 0, 7, Cover(np.array([0]), np.array([100]))) == ("other (a.py:9)", 60)
+    assert mostly_in(again, 0, 7, Cover(np.array([0]), np.array([90]))) == ("other (a.py:9)", 50)
+    assert mostly_in(again, 0, 7, Cover(np.array([0]), np.array([80]))) == ("", 0), "40 of 80 are not most"
 
 
 def test_a_library_that_no_function_of_the_program_called_is_named_itself() -> None:
