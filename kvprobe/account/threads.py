@@ -314,7 +314,7 @@ def _before_pauses(line: Array, unasked: Array) -> tuple[Array, Array]:
 
 
 def runs_python(joined: Joined, process: int, thread: int) -> bool:
-    """Whether a recording shows that a thread runs Python: its process, its own name, its operators, its stacks."""
+    """Whether a recording shows that a thread runs Python: its process, its name, its functions, operators, stacks."""
     recording = joined.recording
     words: list[int] = []
     if 0 <= process < recording.processes.rows:
@@ -323,6 +323,9 @@ def runs_python(joined: Joined, process: int, thread: int) -> bool:
     mine = (threads["process"] == process) & (threads["thread"] == thread)
     words += threads["name"][mine].tolist()
     if any("python" in recording.text(word).lower() for word in words):
+        return True
+    functions = recording.python_functions
+    if functions.rows and bool(((functions["process"] == process) & (functions["thread"] == thread)).any()):
         return True
     if recording.stacks.rows and bool((recording.stacks["process"] == process).any()):
         return True

@@ -178,7 +178,7 @@ def _first_of(joined: JoinedRecording, one: FailedCall) -> list[Evidence]:
     row = int(one.rows[np.argmin(joined.start[one.rows])])
     after = int(joined.start[row]) - int(joined.start.min())
     traced = longest(joined, np.array([row]), np.zeros(1, dtype=np.int64))
-    line = f", at {traced[0].line}" if traced and traced[0].line else ""
+    line = f", {' '.join(traced[0].called)}" if traced and traced[0].line else ""
     when = f"{ms(after)} after the first call" if after else "the first call of the recording"
     text = f"the first one: {when}, by thread {int(joined.thread[row])}{line}"
     return [Evidence(text, after, "ns")]

@@ -223,6 +223,7 @@ class Where:
     stream: int = -1  # row of the recording's `streams`
     stream_name: str = ""
     range: str = ""  # innermost NVTX range, annotation or operator around most of the lost time
+    function: str = ""  # innermost Python function of the program around most of it, where a profile holds functions
     lost_ns: int = 0
     calls: int = 0
 
@@ -236,6 +237,7 @@ class Where:
             "stream": self.stream,
             "stream_name": self.stream_name,
             "range": self.range,
+            "function": self.function,
             "lost_ns": self.lost_ns,
             "calls": self.calls,
         }
@@ -251,7 +253,9 @@ class TracedCall:
         start_ns, dur_ns: on the recording's clock.
         lost_ns: what the finding says it lost.
         depth: submissions outstanding on its stream when it was entered; -1 unknown.
-        line: "file:line" of the program that made it, "" where no stack was taken while it was blocked.
+        line: "file:line" of the program that made it, "" where no stack is known. Where the profile holds Python
+            functions, the line is where the function begins that made it, and `function` is its name; else "".
+        function: see there.
         stack: function (file:line), innermost first.
     """
 
@@ -265,7 +269,13 @@ class TracedCall:
     lost_ns: int
     depth: int = -1
     line: str = ""
+    function: str = ""
     stack: tuple[str, ...] = ()
+
+    @property
+    def called(self) -> tuple[str, str]:
+        """Who made it, for a sentence: a word and the place; the place is "" where it is not known."""
+        return ("in", f"{self.function} ({self.line})") if self.function else ("at", self.line)
 
     def to_json(self) -> CallJson:
         """All fields."""

@@ -18,6 +18,10 @@ These gaps can have another reason: the thread notices the end of a step too lat
 again whether the step is done (`cudaEventQuery`), and sleeps in between. So if the thread makes these calls, the
 evidence says how much time passed from the beginning of each gap to the first of these calls in the gap.
 
+A PyTorch profile that was recorded `with_stack=True` holds Python functions. Then the evidence names the innermost
+functions of the program in which the thread was longest in these gaps. In other recordings, py-spy or NVTX ranges show
+what the thread does.
+
 Time lost: the part of these gaps, up to the launch that ends each of them, in which the thread was in no CUDA call: it
 neither submitted work nor waited for the GPU. Predicted saving: the host prepares the next step while the GPU runs the
 current one. So kvprobe predicts for each gap the shorter of two times: the preparation, or the GPU's work between this
@@ -30,9 +34,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvprobe.account import OUTSIDE_CALLS
 from kvprobe.account.chain import STEP_NS, hidden_beside_work
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
 from kvprobe.diagnosis.gaps import Gaps, Outside, gaps_chart, idle_gaps, nothing_to_do, outside_calls
+from kvprobe.diagnosis.in_functions import WITH_STACK, outside_in_functions, without_functions
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.diagnosis.python_or_gil_bound import explained
 from kvprobe.diagnosis.server_options import with_options
@@ -67,7 +73,9 @@ def find(joined: JoinedRecording) -> Finding | None:
     if mine.sum() < MANY or lost < LEAST_SHARE * span:
         return None
     calls, ns = gaps.call[mine], gaps.host_ns[mine]
-    where = joined.places(calls, ns)
+    where, functions = outside_in_functions(
+        joined, joined.places(calls, ns), OUTSIDE_CALLS, gaps.start[mine], gaps.end[mine]
+    )
     outside = outside_calls(joined, gaps.start[mine], gaps.end[mine], lost)
     beside = _hidden(joined, gaps, mine)
     polls = _polls(joined, gaps, mine)
@@ -85,8 +93,15 @@ def find(joined: JoinedRecording) -> Finding | None:
             places=where,
             gaps=(gaps.start[mine], gaps.end[mine]),
         ),
-        evidence=[*_evidence(gaps, mine, outside, round(outside.ns * beside / lost), span), *polls.evidence()],
-        cure=_cure(joined, calls, beside / lost, polls.sooner() if polls.before_ns >= _HALF * lost else ""),
+        evidence=[
+            *_evidence(gaps, mine, outside, round(outside.ns * beside / lost), span),
+            *functions,
+            *polls.evidence(),
+        ],
+        cure=[
+            *_cure(joined, calls, beside / lost, polls.sooner() if polls.before_ns >= _HALF * lost else ""),
+            *([] if functions else [Change(_look(joined), "recording")]),
+        ],
         chart=gaps_chart(joined, gaps, mine),
     )
 
@@ -207,11 +222,14 @@ def _cure(joined: JoinedRecording, calls: Array, part: float, sooner: str) -> li
         out.append(Change(f"Launch step n+1 first, then {first} step n"))
     if _HALF <= part < _MOST:
         out.append(Change("Make the preparation itself shorter: it takes longer than the GPU's part of a step"))
-    return [
-        *out,
-        Change(
-            "See what the thread does in the gaps: run `py-spy dump --pid PID`, or mark its parts with NVTX ranges and "
-            "record again",
-            "recording",
-        ),
-    ]
+    return out
+
+
+def _look(joined: JoinedRecording) -> str:
+    """How to see what the thread does in the gaps."""
+    if without_functions(joined):
+        return f"See what the thread does in the gaps: {WITH_STACK}"
+    return (
+        "See what the thread does in the gaps: run `py-spy dump --pid PID`, or mark its parts with NVTX ranges and "
+        "record again"
+    )

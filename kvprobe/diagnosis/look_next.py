@@ -21,6 +21,7 @@ from kvprobe.output.parts import NextJson
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import Array, Recording
 from kvprobe.recordings.occupancy import innermost_at
+from kvprobe.recordings.python_functions import longest_in
 from kvprobe.recordings.serving import recorded_span
 from kvprobe.recordings.vocabulary import base_name
 
@@ -161,6 +162,9 @@ def _places(
     spent = np.bincount(calls["name"][theirs], weights=inside, minlength=1)
     called = {base_name(recording.text(int(one))): int(spent[one]) for one in np.flatnonzero(spent).tolist()}
     yield from ((f"in {name}", long) for name, long in _largest(called, least))
+    for one in longest_in(recording, process, thread.thread, Cover(start, start + ns), most=1):
+        if one.ns >= least:
+            yield f"in function {one.name}", one.ns
     stacks = recording.stacks
     seen = np.flatnonzero((stacks["process"] == process) & (stacks["thread"] == thread.thread))
     code: dict[str, int] = {}

@@ -49,12 +49,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvprobe.account import OPEN, Line, Worked, covers_of, who_worked
+from kvprobe.account import OPEN, OUTSIDE_CALLS, Line, Worked, covers_of, who_worked
 from kvprobe.account.outside import waits_for_others
 from kvprobe.account.stretches import NOBODY
 from kvprobe.account.threads import runs_python
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, Where, cause_of
 from kvprobe.diagnosis.gaps import NO_WORK_NS, Gaps, gaps_chart, idle_gaps, outside_calls
+from kvprobe.diagnosis.in_functions import in_functions, outside_in_functions
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.diagnosis.pauses import long_pauses, waited_within
 from kvprobe.recordings.assemble import among
@@ -210,6 +211,8 @@ def _by_submissions(joined: JoinedRecording) -> Finding | None:
         return None
     calls = int(joined.submits[after].sum())
     inside = int(joined.dur[among(joined.caller, distinct(joined.caller[rows]))].sum())
+    start, end = pauses.start[mine], pauses.end[mine]
+    places, functions = in_functions(joined, joined.places(rows, ns), joined.caller[rows], start, end, "the pauses")
     return joined.finding(
         CAUSE,
         "A submitting thread waited {lost} for Python's interpreter lock (GIL), between {calls} calls",
@@ -220,8 +223,8 @@ def _by_submissions(joined: JoinedRecording) -> Finding | None:
             on="host",
             window=(int(joined.end[rows].min()), int(joined.start[after].max())),
             span_ns=span,
-            places=joined.places(rows, ns),
-            gaps=(pauses.start[mine], pauses.end[mine]),
+            places=places,
+            gaps=(start, end),
         ),
         evidence=(
             Evidence(
@@ -239,7 +242,8 @@ def _by_submissions(joined: JoinedRecording) -> Finding | None:
                 "ns",
                 MEASURED,
             ),
-            *_perhaps_asked_for_nothing(joined, pauses.start[mine], pauses.end[mine]),
+            *functions,
+            *_perhaps_asked_for_nothing(joined, start, end),
         ),
         cure=(
             Change("Move the other thread's Python work to a process of its own", share=1.0),
@@ -360,7 +364,11 @@ def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
     host = int(gaps.host_ns[mine].sum())
     if not mine.any() or host < (LEAST_SHARE if not signs.collected.any() else 0.01) * span:
         return None
-    outside = outside_calls(joined, gaps.start[mine], gaps.end[mine], host)
+    start, end = gaps.start[mine], gaps.end[mine]
+    outside = outside_calls(joined, start, end, host)
+    places, functions = outside_in_functions(
+        joined, joined.places(gaps.call[mine], gaps.host_ns[mine]), OUTSIDE_CALLS, start, end
+    )
     idle = Evidence(
         f"in {int(mine.sum()):,} gaps, the GPU ran nothing, and the thread that launches neither submitted work nor "
         f"waited for the GPU: together {outside.text}, {share(outside.ns, span)} of the serving window. For the rest "
@@ -377,13 +385,13 @@ def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
             host,
             int(mine.sum()),
             on="device",
-            window=(int(gaps.start[mine].min()), int(gaps.end[mine].max())),
+            window=(int(start.min()), int(end.max())),
             span_ns=span,
-            places=joined.places(gaps.call[mine], gaps.host_ns[mine]),
-            gaps=(gaps.start[mine], gaps.end[mine]),
+            places=places,
+            gaps=(start, end),
             in_calls=(Line.SUBMITTING,),
         ),
-        evidence=[idle, *_evidence(gaps, signs)],
+        evidence=[idle, *_evidence(gaps, signs), *functions],
         cure=_cure(gaps, signs, max(host, 1)),
         chart=gaps_chart(joined, gaps, mine),
     )

@@ -2,17 +2,19 @@
 
 A stack belongs to a call of its thread that was blocked when it was taken: the call had begun by the time at which the
 recorder says that the wait began, and had not returned when the stack was there. A stack that came later is left out:
-it shows what the thread did next.
+it shows what the thread did next. Where a profile holds Python functions instead, those that the thread was in during
+the call are its stack, and the line is where the function begins.
 """
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvprobe.diagnosis.finding import TracedCall
+from kvprobe.recordings.python_functions import FRAME, is_own, stack_at
 from kvprobe.recordings.vocabulary import base_name
 
 if TYPE_CHECKING:
@@ -22,17 +24,31 @@ __all__ = ["line_of", "longest"]
 
 MOST = 20
 SLACK_NS = 5_000_000  # how late a wait may be noticed, by whoever looks at it from outside
-_FRAME = re.compile(r"(?P<name>.*) \((?P<file>.+):(?P<line>\d+)\)")
-_LIBRARIES = re.compile(r"(^<|/(site|dist)-packages/|/lib/python3[.\d]*/|(^|/)kvprobe/)")
 
 
 def line_of(stack: str) -> str:
     """The program's own innermost frame as "file:line", else the innermost of all; "" without frames."""
-    frames = [found for found in map(_FRAME.fullmatch, stack.split("\n")) if found]
+    return _place(stack.split("\n"))[0]
+
+
+def _place(stack: Iterable[str]) -> tuple[str, str]:
+    """The same frame's "file:line", and its function; empty without frames."""
+    frames = [found for found in map(FRAME.fullmatch, stack) if found]
     if not frames:
-        return ""
-    own = next((one for one in frames if not _LIBRARIES.search(one["file"])), frames[0])
-    return f"{own['file']}:{own['line']}"
+        return "", ""
+    own = next((one for one in frames if is_own(one["file"])), frames[0])
+    return f"{own['file']}:{own['line']}", own["name"]
+
+
+def _functions(joined: JoinedRecording, row: int) -> tuple[str, ...]:
+    """The Python functions that made this call, innermost first, where the profile holds any.
+
+    Those in the middle of it: two clocks, of the calls and of the functions, may differ by some of its beginning.
+    """
+    if not joined.recording.python_functions.rows:
+        return ()
+    middle = (int(joined.start[row]) + int(joined.end[row])) // 2
+    return stack_at(joined.recording, int(joined.process[row]), int(joined.thread[row]), middle)
 
 
 def _stack(joined: JoinedRecording, row: int) -> str:
@@ -71,7 +87,9 @@ def longest(joined: JoinedRecording, rows: Array, ns: Array) -> tuple[TracedCall
     out = []
     for i in dict.fromkeys(chosen):
         row = int(rows[i])
-        stack = _stack(joined, row)
+        taken = _stack(joined, row)
+        stack = tuple(taken.split("\n")) if taken else _functions(joined, row)
+        line, function = _place(stack)
         out.append(
             TracedCall(
                 row=row,
@@ -83,8 +101,9 @@ def longest(joined: JoinedRecording, rows: Array, ns: Array) -> tuple[TracedCall
                 dur_ns=int(joined.dur[row]),
                 lost_ns=int(ns[i]),
                 depth=int(depths[row]),
-                line=line_of(stack),
-                stack=tuple(stack.split("\n")) if stack else (),
+                line=line,
+                function="" if taken else function,
+                stack=stack,
             )
         )
     return tuple(sorted(out, key=lambda call: -call.lost_ns))

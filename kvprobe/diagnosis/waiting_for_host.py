@@ -48,6 +48,7 @@ from kvprobe.diagnosis.host_functions import (
     functions_of,
     waits_for_functions,
 )
+from kvprobe.diagnosis.in_functions import in_functions
 from kvprobe.diagnosis.joined import CRITICAL, JoinedRecording, ms, of_the_time, share
 from kvprobe.diagnosis.left import most_left
 from kvprobe.diagnosis.traced import longest
@@ -199,6 +200,10 @@ def _left(joined: JoinedRecording) -> Finding | None:
     ]
     functions = functions_of(joined, gpu, held, waited, put)
     evidence[1:1] = functions.evidence
+    places = tuple(sorted((*functions.places, *_threads(joined, gpu, mine)), key=lambda one: -one.lost_ns)[:16])
+    of_first = first.mine & (cut.caller >= 0)
+    places, in_python = in_functions(joined, places, cut.caller[of_first], cut.start[of_first], cut.end[of_first])
+    evidence += in_python
     evidence += _who_worked(joined, gpu, mine & ~held & among(cut.line, (Line.PYTHON, Line.ELSEWHERE)))
     start, end = cut.start[mine], cut.end[mine]
     loss = Loss(
@@ -207,7 +212,7 @@ def _left(joined: JoinedRecording) -> Finding | None:
         on="device",
         window=(int(start.min()), int(end.max())),
         span_ns=gpu.window_ns,
-        places=tuple(sorted((*functions.places, *_threads(joined, gpu, mine)), key=lambda one: -one.lost_ns)[:16]),
+        places=places,
         calls=functions.calls if first.line is None else _calls(joined, gpu, first),
     )
     if lacks:

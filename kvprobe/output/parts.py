@@ -126,12 +126,16 @@ class WhereJson(TypedDict):
     stream: int
     stream_name: str
     range: str
+    function: str
     lost_ns: int
     calls: int
 
 
 class CallJson(TypedDict):
-    """One call behind a finding; depth is -1 and line empty where they are not known."""
+    """One call behind a finding; depth is -1 and line empty where they are not known.
+
+    Where `function` is not empty, `line` is where it begins: a profile of Python functions does not tell more.
+    """
 
     row: int
     name: str
@@ -143,6 +147,7 @@ class CallJson(TypedDict):
     lost_ns: int
     depth: int
     line: str
+    function: str
     stack: list[str]
 
 

@@ -45,15 +45,15 @@ class _Head:
     driver: Any = None
 
 
-class _CallNames(dict[str, int]):
-    """Name of a call as the trace has it -> index of its suffix-free name."""
+class _Renamed(dict[str, int]):
+    """Name as the trace has it -> index of what it is called here."""
 
-    def __init__(self, names: words.Names) -> None:
+    def __init__(self, names: words.Names, rename: Callable[[str], str]) -> None:
         super().__init__()
-        self.names = names
+        self.names, self.rename = names, rename
 
     def __missing__(self, key: str) -> int:
-        index = self[key] = self.names.add(words.base_name(key))
+        index = self[key] = self.names.add(self.rename(key))
         return index
 
 
@@ -78,8 +78,10 @@ class _Reader:
     def __init__(self, path: Path, progress: Progress | None) -> None:
         self.path, self.progress = path, progress
         self.names = words.Names()
-        self.call_names = _CallNames(self.names)
+        self.call_names = _Renamed(self.names, words.base_name)
+        self.function_names = _Renamed(self.names, words.kineto_function)
         self.calls, self.executions, self.ranges, self.labels = _Columns(), _Columns(), _Columns(), _Columns()
+        self.functions = _Columns()
         self.skipped: dict[str, int] = {}
         self.bad = 0
         self.call_pids: dict[int, int] = {}
@@ -128,6 +130,9 @@ class _Reader:
                     name=native.indexes(mine["name"], self.names.index),
                     style=np.full(len(mine), words.KINETO_RANGES[category], np.uint8),
                 )
+            elif category in words.KINETO_FUNCTIONS:
+                name = native.indexes(mine["name"], self.function_names)
+                self.functions.add(**common, thread=mine["tid"].copy(), name=name)
             else:
                 labels = [words.label_of(native.text(number)) for number in mine["name"].tolist()]
                 self.labels.add(
@@ -147,9 +152,11 @@ class _Reader:
 
     def recording(self, head: _Head, notes: list[str]) -> Recording:
         """The tables of everything that was taken."""
-        calls, executions, ranges, labels = (c.take() for c in (self.calls, self.executions, self.ranges, self.labels))
+        calls, executions, ranges, labels, functions = (
+            c.take() for c in (self.calls, self.executions, self.ranges, self.labels, self.functions)
+        )
         base = head.base_ns
-        for columns in (calls, executions, ranges, labels):
+        for columns in (calls, executions, ranges, labels, functions):
             if base and columns:
                 columns["start_ns"] = columns["start_ns"] + base
                 columns["end_ns"] = columns["end_ns"] + base
@@ -159,14 +166,20 @@ class _Reader:
             calls["kind"], calls["direction"] = kinds[calls["name"]], directions[calls["name"]]
             calls["count"] = among(calls["kind"], (CallKind.COPY, CallKind.COPY_SYNC)).astype(np.int32)
         streams = self._streams(executions) if executions else {}
-        for columns in (calls, executions, ranges, labels):
+        for columns in (calls, executions, ranges, labels, functions):
             if columns:
                 columns["process"] = np.broadcast_to(np.int32(0), (len(columns["start_ns"]),))
         tables = {
             kind: sorted_table(kind, columns)
-            for kind, columns in (("calls", calls), ("executions", executions), ("ranges", ranges), ("labels", labels))
+            for kind, columns in (
+                ("calls", calls),
+                ("executions", executions),
+                ("ranges", ranges),
+                ("labels", labels),
+                ("python_functions", functions),
+            )
         }
-        del calls, executions, ranges, labels
+        del calls, executions, ranges, labels, functions
         tables["streams"] = Table("streams", streams)
         tables |= self._process(head, tables)
         machine, how = _machine(head)

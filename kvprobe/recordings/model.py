@@ -411,6 +411,15 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "gil": "uint8",
         "stack": "name",
     },
+    # Calls of Python functions that a profiler followed, those of a thread nested in one another; a name is as a frame
+    # of `stacks`, but for the line: that is where the function begins.
+    "python_functions": {
+        "start_ns": "int64",
+        "end_ns": "int64",
+        "process": "int32",
+        "thread": "int64",
+        "name": "name",
+    },
     # Spans in which a thread with slow calls waited for a CPU, and had one, of each span's length.
     "cpu_waits": {
         "start_ns": "int64",

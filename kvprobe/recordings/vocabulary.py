@@ -20,6 +20,7 @@ __all__ = [
     "KINETO_CALLS",
     "KINETO_CODES",
     "KINETO_EXECUTIONS",
+    "KINETO_FUNCTIONS",
     "KINETO_LABELS",
     "KINETO_RANGES",
     "NSYS_DIRECTIONS",
@@ -32,6 +33,7 @@ __all__ = [
     "error_name",
     "kineto_call",
     "kineto_copy",
+    "kineto_function",
     "label_of",
     "stream_title",
 ]
@@ -178,6 +180,19 @@ def kineto_copy(name: str) -> tuple[Direction, Memory]:
     return direction, _MEMORY_WORDS.get((word or "").lower(), Memory.UNKNOWN)
 
 
+_FUNCTION = re.compile(r"(?s)(.+)\((\d+)\): (.+)")
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+(?=>$)")
+
+
+def kineto_function(name: str) -> str:
+    """A Python function as stacks have it: `FILE(40): load` -> `load (FILE:40)`.
+
+    Of a built-in one, without the address of its object: each object would make a name of its own.
+    """
+    match = _FUNCTION.fullmatch(name)
+    return f"{match[3]} ({match[1]}:{match[2]})" if match else _ADDRESS.sub("", name)
+
+
 def as_text(text: str) -> str:
     """The text, with question marks for halves of surrogate pairs: JSON can write one, and no file can hold it."""
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
@@ -244,8 +259,9 @@ KINETO_RANGES = {
     "user_annotation": RangeStyle.ANNOTATION,
 }
 KINETO_LABELS = {"overhead"}
+KINETO_FUNCTIONS = {"python_function"}  # with_stack=True
 # the scanners' code of each, less one
-KINETO_CODES = (*sorted(KINETO_CALLS), *KINETO_EXECUTIONS, *KINETO_RANGES, *KINETO_LABELS)
+KINETO_CODES = (*sorted(KINETO_CALLS), *KINETO_EXECUTIONS, *KINETO_RANGES, *KINETO_LABELS, *KINETO_FUNCTIONS)
 # Calls that a Kineto does not know by name: CUPTI callback id -> name.
 # Runtime ids of CUDA 12.8 (482, 483) and 13.0 (509, 510), each with its per-thread-default-stream twin.
 _CBIDS = {

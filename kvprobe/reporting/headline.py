@@ -222,8 +222,10 @@ def terminal_lines(recording: Recording, finding: Finding) -> list[str]:
     for call in finding.calls[:1]:
         same = [one for one in finding.where if one.thread == call.thread]
         stream = call.stream_name or (same[0].stream_name if same else "")
-        made = f", called at {call.line}" if call.line else ""
+        made = f", called {' '.join(call.called)}" if call.line else ""
         out.append(f"  costliest call  {call.name}{call_text(call, direction_text(recording, call.row), stream)}{made}")
+    for one in [place for place in finding.where if place.function][:1]:
+        out.append(f"  mostly in       {one.function}, in thread {one.thread}")
     return out + change_lines(finding)
 
 
@@ -277,6 +279,8 @@ def place(finding: Finding, limit: int = 2, brief: bool = False) -> str:
             bits.append(f"process {one.pid}")
         if one.range and not brief:
             bits.append(f"in “{one.range}”")
+        if one.function and not brief:
+            bits.append(f"mostly in {one.function}")
         if bits:
             words.append(", ".join(bits))
     more = len(named) - limit
@@ -470,5 +474,6 @@ def _call(call: TracedCall, stream: str, direction: str, origin_ns: int) -> list
         Part(call_text(call, direction, stream) + at),
     ]
     if call.line:
-        parts += [Part(", called at "), Part(call.line, inline=True)]
+        word, where = call.called
+        parts += [Part(f", called {word} "), Part(where, inline=True)]
     return [*parts, Part(".")]

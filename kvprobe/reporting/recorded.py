@@ -587,9 +587,10 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
         evidence.append({"text": finding.reason[:1].upper() + finding.reason[1:], "how": ""})
     places = None
     if len(finding.where) > 1:
+        by_function = any(one.function for one in finding.where)
         places = table(
             "Time lost, by thread and stream",
-            ["Rank", "Process", "Thread", "Stream", "Range", "Time lost", "Calls"],
+            ["Rank", "Process", "Thread", "Stream", "Range", *["Function"] * by_function, "Time lost", "Calls"],
             [
                 [
                     str(one.rank) if one.rank >= 0 else NONE,
@@ -597,6 +598,7 @@ def _finding(i: int, finding: Finding, recording: Recording, found: Submissions)
                     str(one.thread) if one.thread >= 0 else NONE,
                     one.stream_name or NONE,
                     one.range or NONE,
+                    *[one.function or NONE] * by_function,
                     (duration(one.lost_ns), one.lost_ns),
                     (f"{one.calls:,}", one.calls),
                 ]
