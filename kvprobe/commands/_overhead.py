@@ -22,7 +22,7 @@ WORK = {"copy_ns": "a copy of 4 KiB", "transfer_ns": "a load of 64 blocks", "ste
 COPIES = 256  # fewer than a queue holds
 BLOCK = 16384
 BLOCKS = 64
-SETTLE_S = 1.0  # copies are made before a level is measured: marks take more of a recording's first second
+SETTLE_S = 1.0  # of copies before anything is measured: marks take more of a first second, and the link wakes
 REPEATS = 5  # of one kind of work in a round: the fastest counts, what interrupts it is not kvprobe's
 
 
@@ -58,7 +58,7 @@ def overhead(runtime: Runtime, rounds: int) -> dict[str, Any]:
                     if result < 0:
                         raise KvprobeError(f"the interposer could not be attached: {os.strerror(-result)}")
                 try:
-                    for name, value in _measure(runtime, limits, 0.0 if level == "off" else SETTLE_S).items():
+                    for name, value in _measure(runtime, limits).items():
                         figures[name][level].append(value)
                 finally:
                     if level != "off":
@@ -66,8 +66,8 @@ def overhead(runtime: Runtime, rounds: int) -> dict[str, Any]:
     return {"rounds": rounds, "figures": {name: summary(values, "off") for name, values in figures.items()}}
 
 
-def _measure(known: Runtime, limits: Any, settle_s: float) -> dict[str, float]:
-    """The three figures as this process is now, after so many seconds of copies."""
+def _measure(known: Runtime, limits: Any) -> dict[str, float]:
+    """The three figures as this process is now, after a second of copies."""
     import numpy as np
 
     import kvprobe
@@ -98,7 +98,7 @@ def _measure(known: Runtime, limits: Any, settle_s: float) -> dict[str, float]:
             def settle() -> None:
                 runtime.stream_synchronize(stream)
 
-            end = time.monotonic() + settle_s
+            end = time.monotonic() + SETTLE_S
             while time.monotonic() < end:
                 copies()
                 settle()
