@@ -45,7 +45,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvprobe.account import Line
-from kvprobe.diagnosis.equal_bytes import EQUAL, NOT_KNOWN, OTHER, Looks, looks_of
+from kvprobe.diagnosis.equal_bytes import EQUAL, NOT_KNOWN, OTHER, Looks, device_looks_of, looks_of
 from kvprobe.diagnosis.finding import (
     COUNTED,
     INFERRED,
@@ -218,6 +218,8 @@ class _Repeats:
         on_their_way: an earlier load of the same source had not ended. arrived: its bytes were at the same place.
         unseen: they were at another, and the host had waited for nothing meanwhile. held: looks found equal bytes.
         proven: looks speak for it. looks: at the sources.
+        kept: looks at the device say that it still had the bytes. overwritten: they say that it had not, so the load is
+            none of those above. device: those looks, whose verdict is of `loads`.
     """
 
     loads: Array
@@ -228,6 +230,9 @@ class _Repeats:
     held: Array
     proven: Array
     looks: Looks
+    kept: Array
+    overwritten: Array
+    device: Looks
 
     @property
     def chosen(self) -> Array:
@@ -259,7 +264,14 @@ def _repeated(joined: JoinedRecording, loads: Array) -> _Repeats:
     soon = joined.start[after] - joined.start[earlier] <= BURST_NS
     rewritable = same_place & (joined.bytes[after] < SMALL) & (verdict == NOT_KNOWN)
     able = ~new[1:] & intact & (verdict != OTHER) & ~rewritable & ~joined.outside[after]
-    on_their_way = able & (joined.start[after] < running_max_by_group(_ends(joined, loads), group)[:-1])
+    under_way = joined.start[after] < running_max_by_group(_ends(joined, loads), group)[:-1]
+    in_order = same_place & (~under_way | (joined.stream[after] == joined.stream[earlier]))
+    asked = np.flatnonzero(able & in_order & (joined.kind[after] == CallKind.COPY))
+    device = device_looks_of(joined, after[asked])
+    kept, overwritten = np.zeros((2, len(after)), dtype=bool)
+    kept[asked], overwritten[asked] = device.verdict == EQUAL, device.verdict == OTHER
+    able &= ~overwritten
+    on_their_way = able & under_way
     held = able & ~on_their_way & (verdict == EQUAL) & (same_place | soon)
     stored = _stored_between(joined, loads)
     left = able & ~on_their_way & ~held & ~stored
@@ -291,6 +303,9 @@ def _repeated(joined: JoinedRecording, loads: Array) -> _Repeats:
         whole(held & held_or_arrived),
         whole(verdict == EQUAL),
         looks,
+        whole(kept),
+        whole(overwritten),
+        device,
     )
 
 
@@ -328,8 +343,32 @@ def _evidence(joined: JoinedRecording, found: _Repeats) -> list[Evidence]:
             if compared
             else ()
         ),
+        *_on_the_device(joined, found),
         Evidence(f"the block loaded most often was loaded {found.most:,} times", found.most, "1", COUNTED),
     ]
+
+
+def _on_the_device(joined: JoinedRecording, found: _Repeats) -> list[Evidence]:
+    """What is known of the device's own bytes, and what is not."""
+    out, device = [], found.device
+    if device.pairs:
+        text = (
+            f"right before {device.pairs:,} loads of equal bytes to the same place, kvprobe compared pieces of the "
+            f"device's memory with them: {device.equal:,} times they were still there"
+        )
+        out.append(Evidence(text, device.equal, "calls", COUNTED))
+    if found.overwritten.any():
+        count = int(found.overwritten.sum())
+        out.append(
+            Evidence(f"{count:,} more loads do not count: the device no longer had the bytes", count, "calls", INFERRED)
+        )
+    unseen = int((found.chosen & ~found.kept).sum())
+    if unseen:
+        errors = joined.recording.destinations["error"]
+        failed = f": such a look failed with error {int(errors.max())}" if errors.any() else ""
+        text = f"nobody looked at the device's own bytes for {unseen:,} of them: a kernel may have overwritten these"
+        out.append(Evidence(text + failed, unseen, "calls", COUNTED))
+    return out
 
 
 CURE = (
