@@ -9,7 +9,8 @@ that one is over: until then it holds what was there before both. So stores are 
 wait or a timing event shows that the earlier one was over. That bytes have changed needs no such proof.
 
 Of a few loads the recorder also looked at what the device had where the load went, right before it: a kernel may have
-written over the bytes. A place is as its looks say, and places without any are as those of the same process and size.
+written over the bytes. A place at which it looked often is as these looks say, and others are as all of their process
+and size.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from kvprobe.recordings.model import Array, CallKind, Direction
 __all__ = ["EQUAL", "NOT_KNOWN", "OTHER", "Looks", "device_looks_of", "looks_of"]
 
 EQUAL, OTHER, NOT_KNOWN = 1, -1, 0
+ENOUGH = 16  # looks at one place of the device: each sees little of it, and fewer would agree by chance
 AGREE = 0.9  # of the looks at one place, or of one size: then those without are taken to be alike
 
 
@@ -106,9 +108,9 @@ def device_looks_of(joined: JoinedRecording, rows: Array) -> Looks:
     told[at[known]] = np.where(table["same"][mine[known]] == 1, EQUAL, OTHER)
     columns = (joined.process, joined.bytes, joined.src, joined.dst)
     kind = np.stack([column[rows].astype(np.uint64) for column in columns])
-    for names in (kind, kind[:2]):
-        group = np.unique(names, axis=1, return_inverse=True)[1].reshape(-1)
-        verdict = np.where(verdict == NOT_KNOWN, _agreement(group, group, told), verdict).astype(np.int8)
+    size, by_place = (np.unique(names, axis=1, return_inverse=True)[1].reshape(-1) for names in (kind[:2], kind))
+    enough = np.bincount(by_place[told != NOT_KNOWN], minlength=int(by_place.max()) + 1)[by_place] >= ENOUGH
+    verdict = np.where(enough, _agreement(by_place, by_place, told), _agreement(size, size, told)).astype(np.int8)
     verdict[told == OTHER] = OTHER
     return Looks(verdict, int((told != NOT_KNOWN).sum()), int((told == EQUAL).sum()), True)
 

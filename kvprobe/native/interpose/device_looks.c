@@ -25,6 +25,8 @@
 #define LOOKS 16    /* outstanding at a time */
 #define PLACES 4096 /* a power of two */
 #define FIRST_NS 8000000u
+#define AGAIN_NS 1000000u       /* until the next try, where none can be taken just now */
+#define PASSED_OVER 16          /* candidates, at most: a program has them in an order, and each is to have its turn */
 #define OF_AGE 256              /* the time between two is this part of the process's age, where that is longer */
 #define PORTABLE 1              /* CU_MEMHOSTALLOC_PORTABLE */
 #define HOST 1                  /* CU_MEMORYTYPE_HOST */
@@ -67,7 +69,7 @@ static int (*copy_pieces)(const struct pieces *, void *);
 
 static atomic_flag busy = ATOMIC_FLAG_INIT; /* of what follows: who finds it set does without */
 static struct place places[PLACES];
-static uint64_t born_ns, next_ns, random_word = 0x9e3779b97f4a7c15u;
+static uint64_t born_ns, next_ns, random_word = 0x9e3779b97f4a7c15u, passed_over;
 
 static uint64_t draw(uint64_t below) {
     random_word ^= random_word << 13;
@@ -111,13 +113,16 @@ static struct look *find_free(void) {
     return NULL;
 }
 
-/* Copies the pieces; whether they are on their way, in `one`. 0, or the error of the call that failed. */
+/* Copies the pieces. 1: they are on their way; 0: not here and now; or minus the error of the call that failed. */
 static int look(const kvp_record *r, struct look *one) {
     size_t rows = r->bytes < KVP_ROWS * KVP_ROW ? 1 : KVP_ROWS, width = rows == 1 ? r->bytes : KVP_ROW;
     uint64_t stride = r->bytes / rows, first = draw(r->bytes - (rows - 1) * stride - width + 1);
-    if (stride > MOST_STRIDE || !kvp_read_rows(r->src + first, stride, rows, width, one->host)) return 0;
-    struct mark_stream *s = kvp_mark_clear(r->stream, r->start_ns);
+    struct mark_stream *s = stride > MOST_STRIDE ? NULL : kvp_mark_clear(r->stream, r->start_ns);
     if (!s) return 0;
+    if (!kvp_read_rows(r->src + first, stride, rows, width, one->host)) {
+        kvp_mark_release(s);
+        return 0;
+    }
     struct pieces p = {.from = {.memory = DEVICE, .device = r->dst + first, .pitch = stride},
                        .to = {.memory = HOST, .host = pinned[one - looks], .pitch = width},
                        .width = width,
@@ -133,7 +138,7 @@ static int look(const kvp_record *r, struct look *one) {
     one->note.start_ns = kvp_clock();
     if (!error) atomic_store(&one->state, one->at ? SENT : LOST);
     kvp_mark_release(s);
-    return error;
+    return error ? -error : 1;
 }
 
 void kvp_device_look(kvp_record *r) {
@@ -143,14 +148,14 @@ void kvp_device_look(kvp_record *r) {
     if (p->again && p->dst == r->dst && p->src == r->src && p->bytes == r->bytes && r->count == 1 &&
         kvp_kind_of(r->dst, &kvp_known.dst) == KVP_MEM_DEVICE)
         one = find_free();
-    if (one) {
+    if (one && !passed_over--) {
         uint64_t begin = r->start_ns, least = (begin - born_ns) / OF_AGE;
         if (least < FIRST_NS) least = FIRST_NS;
-        one->note.start_ns = begin;
-        int error = look(r, one);
-        if (error) end_all(error, r);
-        r->start_ns = one->note.start_ns; /* the load's own record names the look by it */
-        next_ns = begin + least / 2 + draw(least);
+        int taken = look(r, one);
+        if (taken < 0) end_all(-taken, r);
+        passed_over = draw(PASSED_OVER);
+        next_ns = begin + (taken ? least / 2 + draw(least) : AGAIN_NS);
+        r->start_ns = taken > 0 ? one->note.start_ns : kvp_clock(); /* the look names the load by it */
         kvp_watch.device_looks = 0;
         kvp_mark_spend(begin);
     }
