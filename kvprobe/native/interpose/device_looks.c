@@ -27,6 +27,7 @@
 #define FIRST_NS 8000000u
 #define AGAIN_NS 1000000u       /* until the next try, where none can be taken just now */
 #define PASSED_OVER 16          /* candidates, at most: a program has them in an order, and each is to have its turn */
+#define WINDOW_NS 100000000u    /* until this one is let go where no candidate comes */
 #define OF_AGE 256              /* the time between two is this part of the process's age, where that is longer */
 #define PORTABLE 1              /* CU_MEMHOSTALLOC_PORTABLE */
 #define HOST 1                  /* CU_MEMORYTYPE_HOST */
@@ -65,11 +66,12 @@ struct place {
 static struct look looks[LOOKS];
 static unsigned char (*_Atomic pinned)[KVP_ROWS * KVP_ROW]; /* of each look */
 static _Atomic int wanted, ended;
+static _Atomic uint64_t next_ns;
 static int (*copy_pieces)(const struct pieces *, void *);
 
 static atomic_flag busy = ATOMIC_FLAG_INIT; /* of what follows: who finds it set does without */
 static struct place places[PLACES];
-static uint64_t born_ns, next_ns, random_word = 0x9e3779b97f4a7c15u, passed_over;
+static uint64_t born_ns, random_word = 0x9e3779b97f4a7c15u, passed_over;
 
 static uint64_t draw(uint64_t below) {
     random_word ^= random_word << 13;
@@ -98,11 +100,10 @@ void kvp_device_look_next(const kvp_record *r, uint64_t hash) {
     struct place *p = place_of(r->dst);
     int again = p->dst == r->dst && p->src == r->src && p->bytes == r->bytes && p->hash == hash;
     *p = (struct place){r->dst, r->src, r->bytes, hash, again};
-    if (again) atomic_store(&wanted, 1);
-    if (again && pinned && r->start_ns >= next_ns) kvp_watch.device_looks = 1;
     if (again && !born_ns) {
         born_ns = r->start_ns;
         random_word ^= r->start_ns << 20 ^ r->dst;
+        atomic_store(&wanted, 1);
     }
     atomic_flag_clear(&busy);
 }
@@ -141,31 +142,45 @@ static int look(const kvp_record *r, struct look *one) {
     return error ? -error : 1;
 }
 
+static void wait_for(uint64_t ns) {
+    atomic_store(&next_ns, ns);
+    kvp_watch.device_looks = 0;
+}
+
 void kvp_device_look(kvp_record *r) {
-    if (ended || !kvp_watch.marks || atomic_flag_test_and_set(&busy)) return;
+    if (ended || !kvp_watch.marks) {
+        kvp_watch.device_looks = 0;
+        return;
+    }
+    if (atomic_flag_test_and_set(&busy)) return;
     const struct place *p = place_of(r->dst);
     struct look *one = NULL;
+    uint64_t begin = r->start_ns, least = (begin - born_ns) / OF_AGE;
+    if (least < FIRST_NS) least = FIRST_NS;
     if (p->again && p->dst == r->dst && p->src == r->src && p->bytes == r->bytes && r->count == 1 &&
         kvp_kind_of(r->dst, &kvp_known.dst) == KVP_MEM_DEVICE)
         one = find_free();
     if (one && !passed_over--) {
-        uint64_t begin = r->start_ns, least = (begin - born_ns) / OF_AGE;
-        if (least < FIRST_NS) least = FIRST_NS;
         int taken = look(r, one);
         if (taken < 0) end_all(-taken, r);
         passed_over = draw(PASSED_OVER);
-        next_ns = begin + (taken ? least / 2 + draw(least) : AGAIN_NS);
+        wait_for(begin + (taken ? least / 2 + draw(least) : AGAIN_NS));
         r->start_ns = taken > 0 ? one->note.start_ns : kvp_clock(); /* the look names the load by it */
-        kvp_watch.device_looks = 0;
         kvp_mark_spend(begin);
-    }
+    } else if (begin > next_ns + WINDOW_NS)
+        wait_for(begin + least);
     atomic_flag_clear(&busy);
 }
 
-/* Makes what looks need, once a candidate was seen: on a thread of ours, or in simulated time between two calls. */
+/* Makes what looks need, once a candidate was seen, and says when one is due: on a thread of ours, or in simulated time
+ * between two calls. */
 void kvp_device_looks_prepare(struct mark_context *c) {
     void *made = NULL;
-    if (!wanted || pinned || ended || kvp_watch.captures || !kvp_watch.marks) return;
+    if (!wanted || ended || kvp_watch.captures || !kvp_watch.marks) return;
+    if (pinned) {
+        if (kvp_clock() >= next_ns) kvp_watch.device_looks = 1;
+        return;
+    }
     int (*allocate)(void **, size_t, unsigned) =
         (int (*)(void **, size_t, unsigned))(uintptr_t)kvp_driver_symbol("cuMemHostAlloc");
     copy_pieces = (int (*)(const struct pieces *, void *))(uintptr_t)kvp_driver_symbol("cuMemcpy2DAsync_v2");
