@@ -9,6 +9,11 @@ same source, size and bytes as an earlier load, and if no copy from elsewhere ha
 the earlier load. A load of the same bytes to another place counts within a tenth of a second. If a buffer has other
 bytes at a later look, the program rewrites the buffer, and its loads never count.
 
+A kernel may have overwritten the bytes on the GPU. Right before some loads of equal bytes to the same place, `kvprobe
+run` also compares small pieces of the GPU's memory with what the load brings. These loads count if the GPU still had
+the bytes in 90% of the comparisons or more: of those at the same place where there are 16 or more, else of those with
+loads of the same size. A kernel that overwrites less than a hundredth of a buffer may go unnoticed.
+
 In recordings without looks, kvprobe goes by addresses. A load counts if its process made an earlier load with the same
 source address and size, and one of these is true:
  - The earlier load has not ended when the later one is submitted.
@@ -25,9 +30,11 @@ program rewrites in place. If the destination was given another source in betwee
 through a few buffers are loaded again and again. If the GPU was not recorded, kvprobe assumes that a load has not
 ended before the bytes of its stream can have come over the fastest link there is.
 
-A kernel may have overwritten the bytes, and no recording tells this: the finding is then only likely. Of a batch, the
-recording has only the first address: two batches with equal first address, size and number of copies are likely the
-same. If the recorder took looks but none at these buffers, kvprobe does not decide.
+The finding says for how many loads nobody looked at the GPU's memory: those of batches, those to another place, and all
+in recordings of other tools, of earlier versions, or without timing events. A kernel may have overwritten these bytes:
+the finding is then only likely. Of a batch, the recording has only the first address: two batches with equal first
+address, size and number of copies are likely the same. If the recorder took looks but none at these buffers, kvprobe
+does not decide.
 
 Needs: addresses, which kvprobe's own recordings have. Nsight Systems and Kineto do not write addresses.
 
@@ -354,19 +361,19 @@ def _on_the_device(joined: JoinedRecording, found: _Repeats) -> list[Evidence]:
     if device.pairs:
         text = (
             f"right before {device.pairs:,} loads of equal bytes to the same place, kvprobe compared pieces of the "
-            f"device's memory with them: {device.equal:,} times they were still there"
+            f"GPU's memory with them: {device.equal:,} times they were still there"
         )
         out.append(Evidence(text, device.equal, "calls", COUNTED))
     if found.overwritten.any():
         count = int(found.overwritten.sum())
         out.append(
-            Evidence(f"{count:,} more loads do not count: the device no longer had the bytes", count, "calls", INFERRED)
+            Evidence(f"{count:,} more loads do not count: the GPU no longer had their bytes", count, "calls", INFERRED)
         )
     unseen = int((found.chosen & ~found.kept).sum())
     if unseen:
         errors = joined.recording.destinations["error"]
         failed = f": such a look failed with error {int(errors.max())}" if errors.any() else ""
-        text = f"nobody looked at the device's own bytes for {unseen:,} of them: a kernel may have overwritten these"
+        text = f"nobody looked at the GPU's own bytes for {unseen:,} of them: a kernel may have overwritten these"
         out.append(Evidence(text + failed, unseen, "calls", COUNTED))
     return out
 

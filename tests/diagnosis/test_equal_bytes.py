@@ -157,7 +157,7 @@ def texts(finding):
 def test_equal_bytes_that_the_device_still_had_are_redundant_and_the_finding_says_who_looked(every):
     one = found(looked(made(steps(MiB), lambda number: number % 8), lambda number: True, every), "redundant_loads")
     assert one.evidence[0].value == 99 * 8 * MiB
-    assert "times they were still there" in texts(one) and "nobody looked at the device's" not in texts(one)
+    assert "times they were still there" in texts(one) and "nobody looked at the GPU's" not in texts(one)
 
 
 @pytest.mark.parametrize("every", [1, 7, 797])
@@ -193,12 +193,12 @@ def test_a_load_to_another_place_is_judged_without_looks_at_the_device():
     own = steps(MiB, place=lambda step, block: step % 4 * 8 + block)
     out = looked(made(own, lambda number: number % 8), lambda number: False)
     one = found(out, "redundant_loads")
-    assert one.evidence[0].value == 99 * 8 * MiB and "nobody looked at the device's own bytes for 792" in texts(one)
+    assert one.evidence[0].value == 99 * 8 * MiB and "nobody looked at the GPU's own bytes for 792" in texts(one)
 
 
 def test_where_no_look_at_the_device_was_possible_the_finding_says_so():
     one = found(made(steps(MiB), lambda number: number % 8), "redundant_loads")
-    assert "nobody looked at the device's own bytes for 792 of them: a kernel may have" in texts(one)
+    assert "nobody looked at the GPU's own bytes for 792 of them: a kernel may have" in texts(one)
     out = looked(made(steps(MiB), lambda number: number % 8), lambda number: True, 10**6, error=[13])
     table = out.destinations
     out.tables["destinations"] = Table(

@@ -190,5 +190,5 @@ def test_looks_end_where_a_call_of_theirs_fails_and_the_report_says_so(
     assert len(set(text.split())) == 1, "the device has what was loaded"
     one = redundant(recording)
     assert one is not None
-    assert any("nobody looked at the device's own bytes" in said.text for said in one.evidence)
+    assert any("nobody looked at the GPU's own bytes" in said.text for said in one.evidence)
     assert any("failed with error 2" in said.text for said in one.evidence)

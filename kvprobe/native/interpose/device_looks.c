@@ -10,8 +10,8 @@
  * (mark_reader.c). Only what the load itself will write is read.
  *
  * WHEN. Once in FIRST_NS, and more rarely the older the process: of its age not more looks than a ring can hold of
- * hours. Only where marks may go, by the same rules (marks.c): no stream that is being captured, none whose queue has
- * no room, none that is not followed. A mark stands on both sides of the copy, so that it is in no span, and its slots
+ * hours. Only where marks may go, by the same rules (marks.c): no stream that is being captured, none with
+ * many submissions outstanding, none that is not followed. A mark stands on both sides of the copy, so that it is in no span, and its slots
  * count as those of marks.
  *
  * HAZARDS. The pinned memory is made ahead by the helper thread. A call that fails ends these looks for good, with a

@@ -3,9 +3,9 @@
  * which calls that function and writes one record a call. It exports no name of CUDA's.
  *
  * Rules it keeps: results, errno and argument registers pass through; no lock and no allocation on the way of a call;
- * no CUDA call that the program did not make, but for a question about a pointer (memory.c), asked after the fact;
- * anything it does not know goes through untouched. Under KVPROBE_FIX=auto, and only there, large pageable copies are
- * made another way where that pays: cures.c says with what care. */
+ * no CUDA call that the program did not make, but for a question about a pointer (memory.c), asked after the fact, and
+ * what marks.c and device_looks.c say; anything it does not know goes through untouched. Under KVPROBE_FIX=auto, and
+ * only there, large pageable copies are made another way where that pays: cures.c says with what care. */
 #ifndef KVP_INTERPOSE_H
 #define KVP_INTERPOSE_H
 

@@ -177,8 +177,8 @@ static inline int kvp_mark_is_loose(const struct mark_stream *s) { return atomic
 /* Where a stream is looked for first. */
 static inline uint32_t kvp_mark_place_of(uint64_t key) { return (uint32_t)((key >> 4) * 0x9e3779b97f4a7c15u >> 56); }
 
-/* Room in front of a call that nothing has counted yet, for one submission of ours: the stream, locked, with a mark
- * behind all that was counted; NULL: not here and now. */
+/* Whether one submission of ours may stand in front of a call that nothing has counted yet: the stream, locked, with a
+ * mark behind all that was counted; NULL: not here and now. */
 struct mark_stream *kvp_mark_clear(uint64_t handle, uint64_t now);
 /* Counts that submission and puts a mark behind it: how many slots the stream was given with that; 0: there is none. */
 uint64_t kvp_mark_behind(struct mark_stream *s);
