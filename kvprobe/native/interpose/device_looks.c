@@ -10,9 +10,9 @@
  * (mark_reader.c). Only what the load itself will write is read.
  *
  * WHEN. Once in FIRST_NS, and more rarely the older the process: of its age not more looks than a ring can hold of
- * hours. Only where marks may go, by the same rules (marks.c): no stream that is being captured, none with
- * many submissions outstanding, none that is not followed. A mark stands on both sides of the copy, so that it is in no span, and its slots
- * count as those of marks.
+ * hours. Only where marks may go, by the same rules (marks.c): no stream that is being captured, none with many
+ * submissions outstanding, none that is not followed. A mark stands on both sides of the copy, so that it is in no
+ * span, and its slots count as those of marks.
  *
  * HAZARDS. The pinned memory is made ahead by the helper thread. A call that fails ends these looks for good, with a
  * note. A stream that ends with a look of ours outstanding may still write it, so its place is not used again. */
@@ -27,7 +27,8 @@
 #define FIRST_NS 8000000u
 #define AGAIN_NS 1000000u       /* until the next try, where none can be taken just now */
 #define PASSED_OVER 16          /* candidates, at most: a program has them in an order, and each is to have its turn */
-#define WINDOW_NS 100000000u    /* until this one is let go where no candidate comes */
+#define IN_VAIN 2000            /* copies in a row, none of them a candidate: then none is waited for any more */
+#define IN_VAIN_NS 1000000000u  /* for so long */
 #define OF_AGE 256              /* the time between two is this part of the process's age, where that is longer */
 #define PORTABLE 1              /* CU_MEMHOSTALLOC_PORTABLE */
 #define HOST 1                  /* CU_MEMORYTYPE_HOST */
@@ -71,7 +72,7 @@ static int (*copy_pieces)(const struct pieces *, void *);
 
 static atomic_flag busy = ATOMIC_FLAG_INIT; /* of what follows: who finds it set does without */
 static struct place places[PLACES];
-static uint64_t born_ns, random_word = 0x9e3779b97f4a7c15u, passed_over;
+static uint64_t born_ns, random_word = 0x9e3779b97f4a7c15u, passed_over, in_vain;
 
 static uint64_t draw(uint64_t below) {
     random_word ^= random_word << 13;
@@ -167,8 +168,11 @@ void kvp_device_look(kvp_record *r) {
         wait_for(begin + (taken ? least / 2 + draw(least) : AGAIN_NS));
         r->start_ns = taken > 0 ? one->note.start_ns : kvp_clock(); /* the look names the load by it */
         kvp_mark_spend(begin);
-    } else if (begin > next_ns + WINDOW_NS)
-        wait_for(begin + least);
+        in_vain = 0;
+    } else if (++in_vain == IN_VAIN) {
+        wait_for(begin + IN_VAIN_NS);
+        in_vain = 0;
+    }
     atomic_flag_clear(&busy);
 }
 

@@ -501,7 +501,9 @@ int kvp_mark_submits(const kvp_record *r) {
 
 struct mark_stream *kvp_mark_clear(uint64_t handle, uint64_t now) {
     struct mark_stream *s = find(handle);
-    if (!s || !atomic_load(&kvp_mark_contexts[s->context].ready) || !kvp_mark_try(s)) return NULL;
+    if (!s || !atomic_load(&kvp_mark_contexts[s->context].ready)) return NULL;
+    if (unlikely(kvp_watch.blocking)) around_legacy(s);
+    if (!kvp_mark_try(s)) return NULL;
     uint32_t count = get(s->count);
     int is_followed = !(get(s->flags) & MARK_UNKNOWN) && !kvp_mark_is_loose(s);
     int goes_on = get(s->first_ns) && now - get(s->last_ns) < MARK_STALE_NS; /* else nobody knows when it ended */
