@@ -409,6 +409,8 @@ void kvp_mark_step(int closing) {
     static unsigned ticks;
     int reads = ++ticks % READ_TICKS == 0 || closing || paused_ns || kvp_mark_synchronous;
     for (int i = 0; i < atomic_load(&kvp_mark_context_count); i++) look(i, now, reads, closing);
+    kvp_device_looks_read();
+    if (kvp_mark_synchronous && !closing) kvp_device_looks_prepare(&kvp_mark_contexts[0]);
     refill(now);
     if (!paused_ns && atomic_load(&kvp_mark_left_ns) <= 0 && is_long_enough(now)) kvp_mark_pause(REASON_BUDGET);
     if (paused_ns && !stopping && !closing && !kvp_watch.captures && !held && kvp_watch.on &&
@@ -430,6 +432,7 @@ static void *read_marks(void *unused) {
         for (int i = 0; i < atomic_load(&kvp_mark_context_count); i++) {
             fill(&kvp_mark_contexts[i]);
         }
+        if (!kvp_ring_blocked(BLOCKED_NS, kvp_clock())) kvp_device_looks_prepare(&kvp_mark_contexts[0]);
         kvp_mark_step(0);
         kvp_pauses_without_me();
         nanosleep(&(struct timespec){0, paused_ns ? SLOW_TICK_NS : TICK_NS}, NULL);

@@ -499,6 +499,28 @@ int kvp_mark_submits(const kvp_record *r) {
     return role == SUBMITS || role == COPIES;
 }
 
+struct mark_stream *kvp_mark_clear(uint64_t handle, uint64_t now) {
+    struct mark_stream *s = find(handle);
+    if (!s || !atomic_load(&kvp_mark_contexts[s->context].ready)) return NULL;
+    if (unlikely(kvp_watch.blocking)) around_legacy(s);
+    if (!kvp_mark_try(s)) return NULL;
+    uint32_t count = get(s->count);
+    int is_followed = !(get(s->flags) & MARK_UNKNOWN) && !kvp_mark_is_loose(s);
+    int goes_on = get(s->first_ns) && now - get(s->last_ns) < MARK_STALE_NS; /* else nobody knows when it ended */
+    if (is_followed && (!count || goes_on) && count < get(kvp_mark_limit) && has_room(s) && !is_captured(s) &&
+        (!count || kvp_mark_place(s, 0)))
+        return s;
+    kvp_mark_release(s);
+    return NULL;
+}
+
+uint64_t kvp_mark_behind(struct mark_stream *s) {
+    put(s->submitted, get(s->submitted) + 1);
+    return kvp_mark_place(s, 0) ? get(s->submitted) : 0;
+}
+
+void kvp_mark_spend(uint64_t since_ns) { spend_since(since_ns); }
+
 static inline uint8_t kind_of(const kvp_record *r) {
     if (of_call[r->call].role != COPIES) return of_call[r->call].kind;
     return kvp_mark_kind_of((uint8_t)(r->direction ? r->direction : kvp_classify(r))); /* by its memory: not said */
@@ -607,6 +629,7 @@ static void forget(struct mark_stream *s) {
     struct mark_stream *it = s;
     atomic_compare_exchange_strong(&legacy, &it, NULL);
     struct mark_context *c = &kvp_mark_contexts[s->context];
+    kvp_device_looks_lose(s);
     while (s->head) {
         struct mark *m = s->head;
         s->head = m->next;
@@ -632,6 +655,7 @@ void kvp_marks_context_ends(void) {
     if (!atomic_load(&kvp_mark_context_count)) return;
     kvp_mark_pause(REASON_END);
     kvp_mark_step(1);
+    kvp_device_looks_end(); /* their memory goes with it */
     for (int i = 0; i < MARK_STREAMS; i++) {
         struct mark_stream *s = &kvp_mark_streams[i];
         while (!kvp_mark_try(s)) kvp_mark_relax();

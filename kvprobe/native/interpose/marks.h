@@ -177,6 +177,13 @@ static inline int kvp_mark_is_loose(const struct mark_stream *s) { return atomic
 /* Where a stream is looked for first. */
 static inline uint32_t kvp_mark_place_of(uint64_t key) { return (uint32_t)((key >> 4) * 0x9e3779b97f4a7c15u >> 56); }
 
+/* Whether one submission of ours may stand in front of a call that nothing has counted yet: the stream, locked, with a
+ * mark behind all that was counted; NULL: not here and now. */
+struct mark_stream *kvp_mark_clear(uint64_t handle, uint64_t now);
+/* Counts that submission and puts a mark behind it: how many slots the stream was given with that; 0: there is none. */
+uint64_t kvp_mark_behind(struct mark_stream *s);
+void kvp_mark_spend(uint64_t since_ns); /* what has passed since then was ours */
+
 /* What copies of a direction are, four bits each: a table would be another line to come. */
 static inline uint8_t kvp_mark_kind_of(uint8_t direction) {
     const uint64_t kinds = MARK_COPY | MARK_H2D << 4 | MARK_D2H << 8 | MARK_COPY << 12 | MARK_COPY << 16;
@@ -208,6 +215,12 @@ static inline int kvp_mark_copy(const kvp_record *r) {
 static inline uint64_t kvp_mark_outstanding(const struct mark_stream *s) {
     return get(s->submitted) + get(s->count) - get(s->done);
 }
+
+/* device_looks.c, for marks. `read`: compares those that are over; `lose`: of a stream that ends. */
+void kvp_device_looks_prepare(struct mark_context *c);
+void kvp_device_looks_read(void);
+void kvp_device_looks_lose(const struct mark_stream *s);
+void kvp_device_looks_end(void);
 
 /* mark_reader.c */
 enum mark_reason {

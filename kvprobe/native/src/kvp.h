@@ -121,7 +121,8 @@ KVP_EXPORT const char *kvp_clock_name(void); /* "tsc", "cntvct" or "clock_gettim
     X(77, COPY_SYNC, cuMemcpyDtoD)                                                                                     \
     X(78, COPY_SYNC, cudaMemcpy2D)                                                                                     \
     X(79, FREE, cudaMemPoolTrimTo)                                                                                     \
-    X(80, FREE, cuMemPoolTrimTo)
+    X(80, FREE, cuMemPoolTrimTo)                                                                                       \
+    X(81, NOTE, destination) /* no call: what the device had where a load went, see below */
 
 enum kvp_call {
 #define X(id, kind, name) KVP_CALL_##name = id,
@@ -204,6 +205,10 @@ enum kvp_file_seen {
  *             where one from the device will go. start_ns, stream, src, dst, bytes, tid, direction: as in the copy's
  * own record; dur_ns: hash of what was looked at; count: bytes looked at (interpose/contents.c says which); result: 1
  * where they were one word over and over, as in memory that nobody has filled.
+ *   destination  what the device had where a load was about to go (interpose/device_looks.c). start_ns, stream, src,
+ * dst, bytes, tid, direction: as in the load's own record; count: bytes looked at; result: 1 where they were those that
+ * the host sent. count 0: no more such looks, because a call of the driver failed with `result`.
+ *
  *   pages     page faults of the thread inside a call that pinned or copied, and took long (interpose/page_faults.c).
  *             start_ns, dur_ns, stream, src, dst, bytes, tid, direction: as in the call's own record; count: minor
  * faults; transfer: major ones; result: a bit for each NUMA node that a few pages of the host's side lie on, the last
