@@ -266,6 +266,23 @@ def test_copies_that_take_turns_are_one_run(libraries: Path, tmp_path: Path) -> 
         assert moved["bytes"][mine].sum() == pytest.approx(60 * 150 * 16384, rel=0.01)
 
 
+def test_copies_that_take_turns_one_by_one_are_told_by_those_that_were_alone(libraries: Path, tmp_path: Path) -> None:
+    """The host submits a copy in 6 us, the device takes 4: in a run of both ways it is idle between them."""
+    body = """
+import ctypes as ct
+now = d.lib.kvhostNow
+now.restype = ct.c_uint64
+for step in range(40):
+    for i in range(300):
+        d.copy(*((d.device, d.host, 8192, 1) if i % 2 else (d.host, d.device, 8192, 2)), d.compute)
+        d.check(d.lib.kvhostAdvance(ct.c_uint64(now() + 5_000)))
+    d.sync(d.compute)
+"""
+    recording = recorded(libraries, tmp_path, body)
+    assert not lasted(recording, UNTOLD)
+    assert sum(busy(recording, Engine.COPY)) == pytest.approx(40 * 300 * 4_000, rel=0.1)
+
+
 def test_without_marks_nothing_is_said_of_the_device(libraries: Path, tmp_path: Path) -> None:
     recording = recorded(libraries, tmp_path, "d.launch(1_000_000)\nd.sync(d.compute)\n", KVPROBE_MARKS="off")
     assert recording.calls.rows

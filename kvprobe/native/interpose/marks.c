@@ -16,8 +16,8 @@
  *   is loose: until a mark behind it is reached the recording says that something was missed there.
  * - A full queue: behind more than MARK_BUSY_LIMIT submissions a mark waits until so many more have come, so that it
  *   takes at most one slot in so many; but between two kinds MARK_FEW marks of a stream may stand behind twice as many.
- *   Where kinds follow one another without one, how much there is of each is counted. The helper records where a quarter of that is outstanding, or where the stream
- *   says that it is idle: it never blocks.
+ *   Where kinds follow one another without one, how much there is of each is counted. The helper records where a
+ *   quarter of that is outstanding, or where the stream says that it is idle: it never blocks.
  * - While any stream is being captured nothing is marked. What stands in a stream ends in front of that; where nothing
  *   is submitted beside the capture, nothing is missed (kvp_mark_beside).
  * - A stream that is destroyed, a context that ends: nothing is asked or recorded afterwards (kvp_marks_stream_ends,
@@ -429,7 +429,10 @@ static int goes_on(struct mark_stream *s, const kvp_record *r, uint8_t kind, uin
         put(s->bytes, 0); /* what memsets write crosses no link */
     }
     if (kind != stands || (kind == MARK_GRAPH && (uint32_t)r->src != s->graph)) {
-        if (!takes_turns(s, stands, kind) && has_room_between(s) && kvp_mark_place(s, unseen(s, now))) return 1;
+        if (!takes_turns(s, stands, kind) && has_room_between(s) && kvp_mark_place(s, unseen(s, now))) {
+            if (s->turns == MARK_TURNS) s->turns -= 3; /* the next ones get a mark each: how long is one of them? */
+            return 1;
+        }
         mix(s);
         return 0;
     }

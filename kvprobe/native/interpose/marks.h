@@ -140,7 +140,7 @@ struct mark_stream {
     struct mark_parts parts; /* of a run that is MARK_MIXED */
     uint8_t newest;          /* of that: what came last but memsets */
     uint8_t turns;           /* how often in a row a copy or two of one kind were followed by one of another */
-    struct mark_span held; /* a part of a run that waits for its sample; count 0: none */
+    struct mark_span held;   /* a part of a run that waits for its sample; count 0: none */
 } __attribute__((aligned(64)));
 
 struct mark_context {
