@@ -48,6 +48,9 @@ extern int kvp_marks_asked;     /* by name: then on the embedded host runtime, t
 #define MARK_MOST_NS 20000   /* of one call: it was not marking that took longer */
 #define MARK_USUAL_NS 2000   /* all together, in simulated time */
 #define MARK_GAP_NS 10000u   /* from one submission to the next: the stream may have run dry meanwhile */
+#define MARK_FEW 16          /* marks that may stand in a stream with twice MARK_BUSY_LIMIT submissions */
+#define MARK_TURNS 8         /* copies that take turns so often are one run, of MARK_TURNS_RUN */
+#define MARK_TURNS_RUN 64
 #define MARK_PROBE_NS 5000000u
 #define MARK_STALE_NS 100000u /* so long without a submission: the helper ends the run */
 #define MARK_LONG_NS 1000000u /* so long without one, and the helper did not: nobody saw when it ended */
@@ -63,6 +66,12 @@ enum mark_kind {
     MARK_GRAPH,
     MARK_WAIT,    /* for an event */
     MARK_FUNCTION /* for a function of the host */
+};
+
+/* What a run of several kinds holds of each; bytes of H2D, D2H and COPY. Memsets count with what stands before them. */
+struct mark_parts {
+    uint32_t count[MARK_FUNCTION + 1];
+    uint64_t bytes[MARK_COPY - MARK_H2D + 1];
 };
 
 enum mark_flags {
@@ -84,6 +93,8 @@ struct mark {
     uint64_t bytes, at;         /* at: submissions in the stream up to here */
     uint32_t count, graph;
     uint8_t kind, flags;
+    struct mark_parts parts; /* MARK_MIXED */
+    uint64_t given_ns;       /* host: the newest submission in front of it */
 };
 
 /* A run of submissions of one kind that is over, as it goes into the ring; the last of them is in front of a mark. */
@@ -119,13 +130,17 @@ struct mark_stream {
     uint64_t submitted, done; /* submissions and marks up to the newest mark, and of these what is over */
     uint64_t busy_ns;         /* when the helper saw it busy last */
     struct mark *head, *tail; /* outstanding */
+    uint32_t standing;        /* so many */
     double mark_ns;           /* of the newest mark that was read, on the device's clock; 0: none */
     /* Loose submissions: no mark follows them, as there was no event yet or somebody else had the lock. How many have
      * been entered; how many have returned; of these, how many a mark stands behind; since when there are others. */
     _Atomic uint32_t begun, ended;
     uint32_t settled;
     uint64_t loose_ns;
-    struct mark_span held; /* a part of a run that waits for its sample; count 0: none */
+    struct mark_parts parts; /* of a run that is MARK_MIXED */
+    uint8_t newest;          /* of that: what came last but memsets */
+    uint8_t turns;           /* how often in a row a copy or two of one kind were followed by one of another */
+    struct mark_span held;   /* a part of a run that waits for its sample; count 0: none */
 } __attribute__((aligned(64)));
 
 struct mark_context {

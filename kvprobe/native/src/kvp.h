@@ -161,7 +161,10 @@ enum kvp_memory {
  *             dur_ns in which something ran, as far as the middle of a run tells; bytes, count (of submissions),
  *             direction as in a copy; src: of a graph its number, else how many slots of the stream's queue had been
  *             given with the mark behind it, by a count of its own; tid: 1 + how long before the end that mark was
- *             recorded, ns, at most UINT32_MAX
+ *             recorded, ns, at most UINT32_MAX. A run of several kinds has result 0, and behind it a record with dst
+ *             0 for each kind: how many submissions and bytes of that it holds, everything else as in its own. But
+ *             where its end was not seen, they last until it was over at the latest, and tid is 1 + how long after
+ *             its last submission the stream was seen busy
  *   coverage  result 0: spans are complete in [start_ns, start_ns + dur_ns); else they are not, and that is why (enum
  *             mark_reason)
  *   graph     src: its number, which spans name; stream, dst, bytes: bytes to the device, from it, within it; dur_ns:
