@@ -234,7 +234,8 @@ CONTENTS = Variable(
     True,
     _on,
     "on or off",
-    "off: the bytes of copies are not hashed, and redundant loads are recognised by their addresses alone",
+    "off: the bytes of copies are neither hashed nor compared with what the GPU has, and redundant loads are "
+    "recognised by their addresses alone",
     native=True,
 )
 VERIFY = Variable(

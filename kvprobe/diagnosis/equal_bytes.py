@@ -7,6 +7,10 @@ places that nobody looked at follow those of the same process and size.
 A look is taken when a copy is submitted. What lies then where a store will go is what the store before it left only if
 that one is over: until then it holds what was there before both. So stores are known to bring equal bytes only where a
 wait or a timing event shows that the earlier one was over. That bytes have changed needs no such proof.
+
+Of a few loads the recorder also looked at what the device had where the load went, right before it: a kernel may have
+written over the bytes. A place at which it looked often is as these looks say, and others are as all of their process
+and size.
 """
 
 from __future__ import annotations
@@ -18,9 +22,10 @@ import numpy as np
 from kvprobe.diagnosis.joined import JoinedRecording
 from kvprobe.recordings.model import Array, CallKind, Direction
 
-__all__ = ["EQUAL", "NOT_KNOWN", "OTHER", "Looks", "looks_of"]
+__all__ = ["EQUAL", "NOT_KNOWN", "OTHER", "Looks", "device_looks_of", "looks_of"]
 
 EQUAL, OTHER, NOT_KNOWN = 1, -1, 0
+ENOUGH = 16  # looks at one place of the device: each sees little of it, and fewer would agree by chance
 AGREE = 0.9  # of the looks at one place, or of one size: then those without are taken to be alike
 
 
@@ -82,6 +87,32 @@ def looks_of(joined: JoinedRecording, rows: Array, direction: Direction, blank: 
     for said in (after, by_place, pooled):
         verdict = np.where(verdict == NOT_KNOWN, said, verdict).astype(np.int8)
     return Looks(verdict, int(follows.sum()), int((follows & alike).sum()), True)
+
+
+def device_looks_of(joined: JoinedRecording, rows: Array) -> Looks:
+    """Whether the device still had what loads brought.
+
+    Args:
+        joined: the recording.
+        rows: rows of loads that bring what an earlier load brought to the same place, in any order.
+    """
+    table, verdict = joined.recording.destinations, np.zeros(len(rows), dtype=np.int8)
+    mine = np.flatnonzero(table["looked"] > 0)
+    if not len(mine) or not len(rows):
+        return Looks(verdict, 0, 0, bool(len(mine)))
+    order = np.argsort(joined.start[rows], kind="stable")
+    at = order[np.minimum(np.searchsorted(joined.start[rows[order]], table["time_ns"][mine]), len(rows) - 1)]
+    load, told = rows[at], np.full(len(rows), NOT_KNOWN, dtype=np.int8)
+    known = (joined.start[load] == table["time_ns"][mine]) & (joined.dst[load] == table["dst"][mine])
+    known &= joined.process[load] == table["process"][mine]
+    told[at[known]] = np.where(table["same"][mine[known]] == 1, EQUAL, OTHER)
+    columns = (joined.process, joined.bytes, joined.src, joined.dst)
+    kind = np.stack([column[rows].astype(np.uint64) for column in columns])
+    size, by_place = (np.unique(names, axis=1, return_inverse=True)[1].reshape(-1) for names in (kind[:2], kind))
+    enough = np.bincount(by_place[told != NOT_KNOWN], minlength=int(by_place.max()) + 1)[by_place] >= ENOUGH
+    verdict = np.where(enough, _agreement(by_place, by_place, told), _agreement(size, size, told)).astype(np.int8)
+    verdict[told == OTHER] = OTHER
+    return Looks(verdict, int((told != NOT_KNOWN).sum()), int((told == EQUAL).sum()), True)
 
 
 def _was_over(joined: JoinedRecording, rows: Array, looks: Array, by: Array) -> Array:

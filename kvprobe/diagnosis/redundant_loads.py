@@ -9,6 +9,11 @@ same source, size and bytes as an earlier load, and if no copy from elsewhere ha
 the earlier load. A load of the same bytes to another place counts within a tenth of a second. If a buffer has other
 bytes at a later look, the program rewrites the buffer, and its loads never count.
 
+A kernel may have overwritten the bytes on the GPU. Right before some loads of equal bytes to the same place, `kvprobe
+run` also compares small pieces of the GPU's memory with what the load brings. These loads count if the GPU still had
+the bytes in 90% of the comparisons or more: of those at the same place where there are 16 or more, else of those with
+loads of the same size. A kernel that overwrites less than a hundredth of a buffer may go unnoticed.
+
 In recordings without looks, kvprobe goes by addresses. A load counts if its process made an earlier load with the same
 source address and size, and one of these is true:
  - The earlier load has not ended when the later one is submitted.
@@ -29,9 +34,11 @@ Four kinds of loads do not count:
 If the GPU was not recorded, the recording does not show when a load ended. kvprobe then assumes the earliest possible
 time: all bytes that the stream was given move at the rate of the fastest link there is.
 
-A kernel may have overwritten the bytes, and no recording tells this: the finding is then only likely. Of a batch, the
-recording has only the first address: two batches with equal first address, size and number of copies are likely the
-same. If the recorder took looks but none at these buffers, kvprobe does not decide.
+The finding says for how many loads nobody looked at the GPU's memory: those of batches, those to another place, and all
+in recordings of other tools, of earlier versions, or without timing events. A kernel may have overwritten these bytes:
+the finding is then only likely. Of a batch, the recording has only the first address: two batches with equal first
+address, size and number of copies are likely the same. If the recorder took looks but none at these buffers, kvprobe
+does not decide.
 
 Needs: addresses, which kvprobe's own recordings have. Nsight Systems and Kineto do not write addresses.
 
@@ -49,7 +56,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvprobe.account import Line
-from kvprobe.diagnosis.equal_bytes import EQUAL, NOT_KNOWN, OTHER, Looks, looks_of
+from kvprobe.diagnosis.equal_bytes import EQUAL, NOT_KNOWN, OTHER, Looks, device_looks_of, looks_of
 from kvprobe.diagnosis.finding import (
     COUNTED,
     INFERRED,
@@ -222,6 +229,8 @@ class _Repeats:
         on_their_way: an earlier load of the same source had not ended. arrived: its bytes were at the same place.
         unseen: they were at another, and the host had waited for nothing meanwhile. held: looks found equal bytes.
         proven: looks speak for it. looks: at the sources.
+        kept: looks at the device say that it still had the bytes. overwritten: they say that it had not, so the load is
+            none of those above. device: those looks, whose verdict is of `loads`.
     """
 
     loads: Array
@@ -232,6 +241,9 @@ class _Repeats:
     held: Array
     proven: Array
     looks: Looks
+    kept: Array
+    overwritten: Array
+    device: Looks
 
     @property
     def chosen(self) -> Array:
@@ -263,7 +275,14 @@ def _repeated(joined: JoinedRecording, loads: Array) -> _Repeats:
     soon = joined.start[after] - joined.start[earlier] <= BURST_NS
     rewritable = same_place & (joined.bytes[after] < SMALL) & (verdict == NOT_KNOWN)
     able = ~new[1:] & intact & (verdict != OTHER) & ~rewritable & ~joined.outside[after]
-    on_their_way = able & (joined.start[after] < running_max_by_group(_ends(joined, loads), group)[:-1])
+    under_way = joined.start[after] < running_max_by_group(_ends(joined, loads), group)[:-1]
+    in_order = same_place & (~under_way | (joined.stream[after] == joined.stream[earlier]))
+    asked = np.flatnonzero(able & in_order & (joined.kind[after] == CallKind.COPY))
+    device = device_looks_of(joined, after[asked])
+    kept, overwritten = np.zeros((2, len(after)), dtype=bool)
+    kept[asked], overwritten[asked] = device.verdict == EQUAL, device.verdict == OTHER
+    able &= ~overwritten
+    on_their_way = able & under_way
     held = able & ~on_their_way & (verdict == EQUAL) & (same_place | soon)
     stored = _stored_between(joined, loads)
     left = able & ~on_their_way & ~held & ~stored
@@ -295,6 +314,9 @@ def _repeated(joined: JoinedRecording, loads: Array) -> _Repeats:
         whole(held & held_or_arrived),
         whole(verdict == EQUAL),
         looks,
+        whole(kept),
+        whole(overwritten),
+        device,
     )
 
 
@@ -332,8 +354,32 @@ def _evidence(joined: JoinedRecording, found: _Repeats) -> list[Evidence]:
             if compared
             else ()
         ),
+        *_on_the_device(joined, found),
         Evidence(f"the block loaded most often was loaded {found.most:,} times", found.most, "1", COUNTED),
     ]
+
+
+def _on_the_device(joined: JoinedRecording, found: _Repeats) -> list[Evidence]:
+    """What is known of the device's own bytes, and what is not."""
+    out, device = [], found.device
+    if device.pairs:
+        text = (
+            f"right before {device.pairs:,} loads of equal bytes to the same place, kvprobe compared pieces of the "
+            f"GPU's memory with them: {device.equal:,} times they were still there"
+        )
+        out.append(Evidence(text, device.equal, "calls", COUNTED))
+    if found.overwritten.any():
+        count = int(found.overwritten.sum())
+        out.append(
+            Evidence(f"{count:,} more loads do not count: the GPU no longer had their bytes", count, "calls", INFERRED)
+        )
+    unseen = int((found.chosen & ~found.kept).sum())
+    if unseen:
+        errors = joined.recording.destinations["error"]
+        failed = f": such a look failed with error {int(errors.max())}" if errors.any() else ""
+        text = f"nobody looked at the GPU's own bytes for {unseen:,} of them: a kernel may have overwritten these"
+        out.append(Evidence(text + failed, unseen, "calls", COUNTED))
+    return out
 
 
 CURE = (

@@ -22,15 +22,15 @@ from kvprobe.probe.ring_layout import (
     CALLS,
     CONTENTS,
     COVERAGE,
+    DESTINATION,
     FILE,
     FIRST_ADDRESS,
     FIRST_FILE,
-    FIRST_NOTE,
     GRAPH,
     HEADER_BYTES,
     LAST_FILE,
-    LAST_NOTE,
     MAGIC,
+    NO_CALLS,
     NO_STREAM,
     OF_EVENTS,
     PAGEABLE,
@@ -57,6 +57,7 @@ __all__ = [
     "CALLS",
     "CONTENTS",
     "COVERAGE",
+    "DESTINATION",
     "FILE",
     "GRAPH",
     "HEADER_BYTES",
@@ -234,7 +235,7 @@ class RingSnapshot:
 
 
 def _no_calls(records: Array) -> Array:
-    rows: Array = (records["call"] >= FIRST_NOTE) & (records["call"] <= LAST_NOTE)
+    rows: Array = np.isin(records["call"], NO_CALLS)
     return rows
 
 

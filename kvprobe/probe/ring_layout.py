@@ -17,8 +17,9 @@ CONTENTS = 68  # no call: what a copy carried
 PAGES = 69  # no call: page faults in one
 PAUSE = 70  # no call: what CPU time was used between two
 WAITS = ("", "accept", "poll", "select", "epoll_wait", "recv")  # enum kvp_wait: a pause's `result`
+DESTINATION = 81  # no call: what the device had where a load went
 FIRST_FILE, LAST_FILE = 46, 55  # reads and writes of tiers: no CUDA calls, on no stream (kvp.h)
-FIRST_NOTE, LAST_NOTE = 65, 70  # no calls
+NO_CALLS = np.array([SPAN, COVERAGE, GRAPH, CONTENTS, PAGES, PAUSE, DESTINATION])
 SEVERAL, SEVERAL_MOST = 0x80, 64  # in a record's call: it stands for several calls, so many at most
 HEADER_BYTES = 4096
 STATES = ("starting", "running", "closed")
@@ -114,6 +115,7 @@ CALLS: dict[int, tuple[str, str]] = {
     78: ("COPY_SYNC", "cudaMemcpy2D"),
     79: ("FREE", "cudaMemPoolTrimTo"),
     80: ("FREE", "cuMemPoolTrimTo"),
+    DESTINATION: ("NOTE", "destination"),
 }
 
 FILE = np.dtype(

@@ -19,6 +19,7 @@ from kvprobe.errors import RecordingError
 from kvprobe.probe.ring import (
     CALLS,
     CONTENTS,
+    DESTINATION,
     PAGES,
     PAUSE,
     RECORD,
@@ -42,6 +43,7 @@ from kvprobe.recordings.run_events import (
     RingRecords,
     contents,
     cpu_waits,
+    destinations,
     known_codes,
     page_faults,
     pauses,
@@ -340,6 +342,7 @@ def _fill(
     streams = _streams(processes, calls, totals, marked, looks)
     recording.tables["streams"] = Table("streams", streams)
     contents(recording, looks)
+    destinations(recording, _together(gathered.destinations))
     page_faults(recording, _together(gathered.faults))
     pauses(recording, _together(gathered.pauses))
     waits(recording, _together(gathered.pauses), names)
@@ -396,8 +399,8 @@ class _Contents:
 
     Attributes:
         lost: row of a process -> single calls that were overwritten; the recording's own, filled here.
-        calls: single calls and transfers; `marks` of the device; `looks` at what copies carried; page `faults`;
-            `pauses` between calls.
+        calls: single calls and transfers; `marks` of the device; `looks` at what copies carried; `destinations` that
+            were looked at on the device; page `faults`; `pauses` between calls.
         totals: row of a process, slots, and the thread of each slot.
         without_slot: see `_Totals`.
     """
@@ -406,6 +409,7 @@ class _Contents:
     calls: list[_Part] = field(default_factory=list)
     marks: list[_Part] = field(default_factory=list)
     looks: list[_Part] = field(default_factory=list)
+    destinations: list[_Part] = field(default_factory=list)
     faults: list[_Part] = field(default_factory=list)
     pauses: list[_Part] = field(default_factory=list)
     totals: list[tuple[int, Array, Array]] = field(default_factory=list)
@@ -417,6 +421,7 @@ class _Contents:
         records = _joined([ring.records() for ring in counted])
         self.marks.append((row, shift, _joined([ring.marks() for ring in counted])))
         self.looks.append((row, shift, _joined([ring.notes(CONTENTS) for ring in counted])))
+        self.destinations.append((row, shift, _joined([ring.notes(DESTINATION) for ring in counted])))
         self.faults.append((row, shift, _joined([ring.notes(PAGES) for ring in counted])))
         self.pauses.append((row, shift, _joined([ring.notes(PAUSE) for ring in counted])))
         missing = sum(ring.overwritten() for ring in counted) + int((records["call"] != TRANSFER).sum())

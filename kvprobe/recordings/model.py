@@ -152,6 +152,15 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "hash": "uint64",
         "blank": "uint8",  # 1: one word over and over, as in memory that nobody has filled
     },
+    # What the device had where a load was about to go, of a sample of loads that brought equal bytes before.
+    "destinations": {
+        "time_ns": "int64",  # when the load's call began
+        "process": "int32",
+        "dst": "uint64",
+        "looked": "int64",  # bytes; 0: no more such looks, because a call of the driver failed
+        "same": "uint8",  # 1: they were those that the host sent
+        "error": "int64",  # the driver's, where `looked` is 0
+    },
     # What the byte witness counted, a row a process; kvprobe/runfolder/folder.py:Witness says what each is.
     "witness": {
         "process": "int32",

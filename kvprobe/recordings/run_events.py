@@ -19,6 +19,7 @@ from kvprobe.recordings.vocabulary import Names
 __all__ = [
     "RingRecords",
     "contents",
+    "destinations",
     "cpu_waits",
     "cpu_waits_table",
     "known_codes",
@@ -139,6 +140,24 @@ def contents(recording: Recording, looks: RingRecords) -> None:
             "looked": records["count"].astype(np.int64),
             "hash": records["dur_ns"],
             "blank": (records["result"] != 0).astype(np.uint8),
+        },
+        by="time_ns",
+    )
+
+
+def destinations(recording: Recording, told: RingRecords) -> None:
+    """What the device had where loads went, from notes of ring files."""
+    records = told.records
+    looked, result = records["count"].astype(np.int64), records["result"].astype(np.int64)
+    recording.tables["destinations"] = sorted_table(
+        "destinations",
+        {
+            "time_ns": records["start_ns"].astype(np.int64) + told.shift,
+            "process": told.process,
+            "dst": records["dst"],
+            "looked": looked,
+            "same": ((looked > 0) & (result == 1)).astype(np.uint8),
+            "error": np.where(looked > 0, 0, result),
         },
         by="time_ns",
     )

@@ -7,6 +7,7 @@ import numpy as np
 from kvprobe.probe.ring import COVERAGE, GRAPH, SPAN
 from kvprobe.recordings.assemble import among, sorted_table
 from kvprobe.recordings.intervals import Cover, union
+from kvprobe.recordings.mixed_runs import PACE, PACE_NS, Runs, divide, is_late, runs_of
 from kvprobe.recordings.model import Array, CallKind, Direction, Engine, Recording, Table
 from kvprobe.recordings.run_events import RingRecords, known_codes
 from kvprobe.recordings.vocabulary import Names
@@ -50,9 +51,6 @@ GAPS_NS = np.array([0, 1_000, 1_300, 1_300, 1_300, 1_000, 0, 0, 0], dtype=np.int
 # A mark is reached so long after what stands in front of it: 2,000 copies with a wait each, on the same device.
 MARK_NS = 2_300
 UNSEEN = 5
-# A run whose mark is reached so soon has kept pace with its host: little of it was left to do. A clock that was placed
-# before a pause may have drifted since: beside that, a part of the run's length.
-PACE_NS, PACE = 10_000, 0.25
 FEWEST = 4  # copies one by one that tell how long one of theirs takes
 LEAST = 0.02  # of a span without work that makes it worth while to cut the span
 
@@ -70,12 +68,19 @@ def marks(recording: Recording, told: RingRecords, names: Names) -> None:
     end = start + records["dur_ns"].astype(np.int64)
     device = records["transfer"].astype(np.int32)
     is_span = records["call"] == SPAN
-    mixed = is_span & (records["result"] == 0)
+    part = is_span & (records["dst"] == 0)
+    is_span &= ~part
+    mixed = is_span & (records["result"] == 0) & (end > start)
     spans = np.flatnonzero(is_span & ~mixed & (end > start))
     seen = records[spans].copy()
     seen["bytes"] = bytes_of_copies(recording, seen, process[spans], told.stream[spans])
     alone = _alone(seen, process[spans])
-    recording.tables["spans"] = _spans(seen, start[spans], process[spans], device[spans], told.stream[spans], alone)
+    columns = _spans(seen, start[spans], process[spans], device[spans], told.stream[spans], alone)
+    if part.any():
+        rows, more = _mixed(told, start, (np.flatnonzero(mixed), np.flatnonzero(part)), (spans, seen))
+        mixed[rows] = False
+        columns = {name: np.concatenate((column, more[name])) for name, column in columns.items()}
+    recording.tables["spans"] = sorted_table("spans", columns)
     end = _ended(records, start, end, process, spans, alone)
     says = np.flatnonzero(((records["call"] == COVERAGE) | mixed) & (end > start))
     recording.tables["coverage"] = _coverage(
@@ -93,6 +98,35 @@ def marks(recording: Recording, told: RingRecords, names: Names) -> None:
         told.stream[is_span & (end > start)],
     )
     _graphs(recording, records[records["call"] == GRAPH], process[records["call"] == GRAPH])
+
+
+def _mixed(
+    told: RingRecords, start: Array, several: tuple[Array, Array], single: tuple[Array, Array]
+) -> tuple[Array, dict[str, Array]]:
+    """Which records of runs of several kinds are told by their parts, and the columns of `spans` for them.
+
+    Args:
+        told: all records.
+        start: of each, ns.
+        several: the numbers of those of runs of several kinds, and of their parts.
+        single: the numbers of those of runs of one kind, and the records with their bytes as `bytes_of_copies` says.
+    """
+    records, process, stream = told.records, told.process, told.stream
+    runs, parts = several
+    of_all = records[np.concatenate((single[0], parts))].copy()
+    of_all["tid"][len(single[0]) :] = np.iinfo(np.uint32).max  # none of them stood alone
+    alone = _alone(of_all, process[np.concatenate((single[0], parts))])[len(single[0]) :]
+    rows = np.concatenate((runs, parts))
+    mixed, of = runs_of(records[runs], records[parts], start[rows], (process[rows], stream[rows]), alone, MARK_NS)
+    late = is_late(single[1])
+    seen, rows = single[1][late], single[0][late]
+    length = np.maximum(seen["dur_ns"].astype(np.int64) - MARK_NS, 1)
+    count = np.maximum(seen["count"].astype(np.int64), 1)
+    size = seen["bytes"].astype(np.int64)
+    ones = Runs(length, MARK_NS, process[rows], stream[rows], seen["result"], count, size)
+    most = max(1, min(MOST_PIECES, MOST_ROWS // max(1, len(runs))))
+    known, columns = divide(mixed, ones, most)
+    return runs[of[known]], columns
 
 
 def bytes_of_copies(recording: Recording, records: Array, process: Array, stream: Array) -> Array:
@@ -183,8 +217,10 @@ def _ended(records: Array, start: Array, end: Array, process: Array, spans: Arra
     return out
 
 
-def _spans(records: Array, start: Array, process: Array, device: Array, stream: Array, alone: Array) -> Table:
-    """One row a span; where the device was seen to be ahead of the host, its submissions are spread over the span.
+def _spans(
+    records: Array, start: Array, process: Array, device: Array, stream: Array, alone: Array
+) -> dict[str, Array]:
+    """Columns, a row a span; where the device was ahead of the host, its submissions are spread over the span.
 
     A run of copies in a stream that keeps pace has been busy for no longer than its copies take one by one (`alone`);
     nor has one that takes as little as a mark may be late.
@@ -213,21 +249,18 @@ def _spans(records: Array, start: Array, process: Array, device: Array, stream: 
         part: Array = total[row] * (number + 1) // of - total[row] * number // of
         return part
 
-    return sorted_table(
-        "spans",
-        {
-            "start_ns": begins,
-            "end_ns": begins + np.maximum(busy[row] // of, 1),
-            "process": process[row],
-            "device": device[row],
-            "stream": stream[row],
-            "engine": ENGINES[kind][row],
-            "direction": known_codes(records["direction"] & 15, Direction)[row],
-            "bytes": share(records["bytes"].astype(np.int64)),
-            "count": share(count),
-            "graph": graph[row],
-        },
-    )
+    return {
+        "start_ns": begins,
+        "end_ns": begins + np.maximum(busy[row] // of, 1),
+        "process": process[row],
+        "device": device[row],
+        "stream": stream[row],
+        "engine": ENGINES[kind][row],
+        "direction": known_codes(records["direction"] & 15, Direction)[row],
+        "bytes": share(records["bytes"].astype(np.int64)),
+        "count": share(count),
+        "graph": graph[row],
+    }
 
 
 def _coverage(start: Array, end: Array, process: Array, device: Array, reason: Array, names: Names) -> Table:

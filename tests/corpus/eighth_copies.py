@@ -143,17 +143,22 @@ def two_prefixes_that_come_block_by_block_in_turn(d: Device) -> Truth:
     """Two requests' prefixes, 16 blocks each, come in turn on one stream; each prefill of 0.7 ms waits for its last.
 
     All 32 blocks take the link 1.6 ms, and the first request's last block is the last but one: no kernel runs until
-    then. The next two requests come when both are answered, so this is 1.55 ms of each 3 ms. No block is on the device.
+    then. The next two requests come when both are answered, so this is 1.55 ms of each 3 ms. They have the slots of the
+    two before and other blocks than these, so no block that comes is on the device.
     """
     pool, blocks, loads, waits, pair = Pool(d, d.bytes_of(50)), 16, d.copies[0], Stretches(d), 0
-    homes = min(pool.count, 71)
+    homes, held = min(pool.count, 71), set[int]()
     for pair in turns():
-        first, slot = pair * 2 * blocks, pair % 2 * 2 * blocks
+        first = pair * 2 * blocks
+        coming = {(first + place) % homes for place in range(2 * blocks)}
+        if coming & held or len(coming) < 2 * blocks:
+            raise RuntimeError("a block that comes is on the device")
+        held = coming  # in the slots of those before
         waits.begin()
         for i in range(blocks):
             for request in range(2):
                 place = request * blocks + i
-                pool.fetch(slot + place, (first + place) % homes, loads)
+                pool.fetch(place, (first + place) % homes, loads)
                 if i == blocks - 1:
                     d.record(pair % 16 * 2 + request, loads)
         for request in range(2):
@@ -167,7 +172,7 @@ def two_prefixes_that_come_block_by_block_in_turn(d: Device) -> Truth:
     d.spent.add(AT_LINK_RATE, waits.ns)
     d.spent.stop()
     place = pair * 2 * blocks + 2 * blocks - 1
-    same(d, d.device + (pair % 2 * 2 * blocks + 31) * pool.size, d.host + place % homes * pool.size, pool.size)
+    same(d, d.device + (2 * blocks - 1) * pool.size, d.host + place % homes * pool.size, pool.size)
     return {}
 
 

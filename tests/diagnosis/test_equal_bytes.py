@@ -134,3 +134,74 @@ def test_where_timing_events_saw_the_copies_their_time_is_what_was_lost():
     )
     one = found(out, "redundant_loads")
     assert one.lost_on == "copy engine" and one.lost_ns == pytest.approx(90 * 400_000, rel=0.03)
+
+
+def looked(out, has, every=1, **error):
+    """`out`, with looks at the device right before each `every`th load: `has(number)`, whether it still had them."""
+    calls = out.calls
+    rows = np.flatnonzero(calls["bytes"] > 0)
+    number = np.arange(len(rows))[::every]
+    columns = {name: calls[name][rows[::every]] for name in ("process", "dst")} | {
+        "time_ns": calls["start_ns"][rows[::every]]
+    }
+    columns |= {"looked": np.full(len(number), 1024), "same": np.array([has(one) for one in number.tolist()], np.uint8)}
+    out.tables["destinations"] = Table("destinations", {**columns, **error})
+    return out
+
+
+def texts(finding):
+    return " ".join(said.text for said in finding.evidence)
+
+
+@pytest.mark.parametrize("every", [1, 7, 797])
+def test_equal_bytes_that_the_device_still_had_are_redundant_and_the_finding_says_who_looked(every):
+    one = found(looked(made(steps(MiB), lambda number: number % 8), lambda number: True, every), "redundant_loads")
+    assert one.evidence[0].value == 99 * 8 * MiB
+    assert "times they were still there" in texts(one) and "nobody looked at the GPU's" not in texts(one)
+
+
+@pytest.mark.parametrize("every", [1, 7, 797])
+def test_equal_bytes_that_a_kernel_had_written_over_are_needed(every):
+    out = looked(made(steps(MiB), lambda number: number % 8), lambda number: number == 0, every)
+    assert found(out, "redundant_loads") is None
+
+
+def test_bytes_on_their_way_to_a_place_whose_bytes_change_in_between_are_needed():
+    """The host runs ahead: each load is submitted before the one before it has ended, with a kernel between the two."""
+    calls = [call for call in steps(MiB) if call["kind"] == CallKind.COPY]
+    assert found(made(calls, lambda number: number % 8), "redundant_loads") is not None
+    out = looked(made(calls, lambda number: number % 8), lambda number: False, 10)
+    assert found(out, "redundant_loads") is None
+
+
+def test_places_that_were_looked_at_often_are_told_apart():
+    """A kernel writes over half of the blocks: the loads of the others are not needed."""
+    one = found(
+        looked(made(steps(MiB), lambda number: number % 8), lambda number: number % 8 < 4, 3), "redundant_loads"
+    )
+    assert one.evidence[0].value == 99 * 4 * MiB
+    assert "396 more loads do not count" in texts(one)
+
+
+def test_places_that_were_looked_at_a_few_times_follow_all_of_their_size():
+    """A small part of each is rewritten: most looks miss it, and some places have none that hit it."""
+    out = looked(made(steps(MiB), lambda number: number % 8), lambda number: number % 5 > 0, 11)
+    assert found(out, "redundant_loads") is None
+
+
+def test_a_load_to_another_place_is_judged_without_looks_at_the_device():
+    own = steps(MiB, place=lambda step, block: step % 4 * 8 + block)
+    out = looked(made(own, lambda number: number % 8), lambda number: False)
+    one = found(out, "redundant_loads")
+    assert one.evidence[0].value == 99 * 8 * MiB and "nobody looked at the GPU's own bytes for 792" in texts(one)
+
+
+def test_where_no_look_at_the_device_was_possible_the_finding_says_so():
+    one = found(made(steps(MiB), lambda number: number % 8), "redundant_loads")
+    assert "nobody looked at the GPU's own bytes for 792 of them: a kernel may have" in texts(one)
+    out = looked(made(steps(MiB), lambda number: number % 8), lambda number: True, 10**6, error=[13])
+    table = out.destinations
+    out.tables["destinations"] = Table(
+        "destinations", {**{name: table[name] for name in table.columns}, "looked": np.zeros(1, np.int64)}
+    )
+    assert "failed with error 13" in texts(found(out, "redundant_loads"))

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvprobe.native import build
-from kvprobe.probe.ring import CALLS, read_ring
+from kvprobe.probe.ring import CALLS, DESTINATION, read_ring
 
 PROGRAMS = Path(__file__).parent / "programs"
 
@@ -30,6 +30,7 @@ TODO, PAUSED, COPIES, BYTES, WRONG, CHILDREN, PLUGINS = range(7)
 class Sanitized:
     """The copying program, its plug-in and the interposer, built with a sanitizer."""
 
+    kind: str
     program: Path
     plugin: Path
     interposer: Path
@@ -48,6 +49,7 @@ def sanitized(request: pytest.FixtureRequest, compile_sanitized: Callable[..., P
     if not Path(preloaded).is_absolute():
         pytest.skip("the compiler's sanitizer cannot be preloaded")
     return Sanitized(
+        kind,
         compile_sanitized("copying", kind, [PROGRAMS / "copying.c"], *linked),
         compile_sanitized("plugin.so", kind, [PROGRAMS / "copy_plugin.c"], "-shared", "-fPIC", *linked),
         compile_sanitized("libinterpose.so", kind, interposer, *shared, "-DKVP_PRIVATE_CORE=1"),
@@ -111,6 +113,20 @@ def test_no_report_while_it_is_attached_and_detached_under_load(
     environment = {"PLUGIN": str(sanitized.plugin), "KVHOST_LATENCY_US": "0.001", "KVPROBE_MARKS": marks}
     without_report(sanitized.program, tmp_path / "counts", 3, sanitized.interposer, run, 20, **environment)
     assert not counts[WRONG] and copies_in(run) <= counts[COPIES]
+
+
+def test_no_report_of_looks_at_the_device_of_several_threads(
+    sanitized: Sanitized, compile_sanitized: Callable[..., Path], without_report: Callable[..., str], tmp_path: Path
+) -> None:
+    kind, runtime = sanitized.kind, sanitized.interposer.parent
+    linked = (f"-L{runtime}", "-lkvprobe_hostrt", f"-Wl,-rpath,{runtime}")
+    program = compile_sanitized("same_loads", kind, [PROGRAMS / "same_loads.c"], *linked)
+    run = tmp_path / "run"
+    run.mkdir()
+    preloaded = f"{sanitized.runtime}:{sanitized.interposer}"
+    without_report(program, LD_PRELOAD=preloaded, KVPROBE_RUN=str(run), KVPROBE_MARKS="on")
+    looks = np.concatenate([read_ring(path).notes(DESTINATION) for path in run.glob("*.kvp")])
+    assert len(looks) and looks["result"].all() and looks["count"].all()
 
 
 @pytest.mark.parametrize("mode", ["all", "threads", "reuse"])

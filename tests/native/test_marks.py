@@ -218,6 +218,71 @@ d.sync(d.compute)
     assert int(spans["count"][copies].sum()) > 4 and int(spans["bytes"][copies].sum()) == 4 * 8192
 
 
+UNTOLD = "several kinds of work that could not be told apart"
+
+
+def lasted(recording: Recording, reason: str) -> int:
+    """How long coverage says so, ns."""
+    seen = recording.coverage
+    mine = np.array([recording.text(int(one)) == reason for one in seen["reason"]], dtype=bool)
+    return int((seen["end_ns"] - seen["start_ns"])[mine].sum())
+
+
+AHEAD = """
+for step in range(60):
+    %s
+    d.record(step %% 2, d.compute)
+    if step:
+        d.sync_event(1 - step %% 2)
+d.synchronize()
+"""
+
+
+def test_copies_and_kernels_submitted_far_ahead_are_told_by_what_each_takes(libraries: Path, tmp_path: Path) -> None:
+    """Two steps of 320 copies and two kernels of 0.3 ms stand in one stream: a mark for each kind is too many there."""
+    work = "[d.load(i, 8192, d.compute) for i in range(320)], d.launch(300_000), d.launch(300_000)"
+    recording = recorded(libraries, tmp_path, AHEAD % work)
+    assert sum(busy(recording, Engine.KERNEL)) == pytest.approx(60 * 600_000, rel=0.02)
+    assert lasted(recording, UNTOLD) < 0.05 * lasted(recording, "")
+    copies = recording.spans["engine"] == Engine.COPY
+    assert recording.spans["bytes"][copies].sum() >= 60 * 320 * 8192
+
+
+def test_copies_that_take_turns_are_one_run(libraries: Path, tmp_path: Path) -> None:
+    """A block leaves and another one comes, 150 times a step: a mark for each would cost more than the copies."""
+    work = """d.launch(600_000)
+    for i in range(150):
+        d.copy(d.host, d.device, 16384, 2, d.compute)
+        d.copy(d.device, d.host, 16384, 1, d.compute)"""
+    recording = recorded(libraries, tmp_path, AHEAD % work)
+    (ring,) = (read_ring(path) for path in tmp_path.glob("*.kvp"))
+    spans = ring.marks()[ring.marks()["call"] == SPAN]
+    assert (spans["dst"] > 0).sum() < 60 * 300 / 20
+    assert sum(busy(recording, Engine.KERNEL)) == pytest.approx(60 * 600_000, rel=0.02)
+    assert lasted(recording, UNTOLD) < 0.05 * lasted(recording, "")
+    moved = recording.spans
+    for way in (Direction.H2D, Direction.D2H):
+        mine = (moved["engine"] == Engine.COPY) & (moved["direction"] == way)
+        assert moved["bytes"][mine].sum() == pytest.approx(60 * 150 * 16384, rel=0.01)
+
+
+def test_copies_that_take_turns_one_by_one_are_told_by_those_that_were_alone(libraries: Path, tmp_path: Path) -> None:
+    """The host submits a copy in 6 us, the device takes 4: in a run of both ways it is idle between them."""
+    body = """
+import ctypes as ct
+now = d.lib.kvhostNow
+now.restype = ct.c_uint64
+for step in range(40):
+    for i in range(300):
+        d.copy(*((d.device, d.host, 8192, 1) if i % 2 else (d.host, d.device, 8192, 2)), d.compute)
+        d.check(d.lib.kvhostAdvance(ct.c_uint64(now() + 5_000)))
+    d.sync(d.compute)
+"""
+    recording = recorded(libraries, tmp_path, body)
+    assert not lasted(recording, UNTOLD)
+    assert sum(busy(recording, Engine.COPY)) == pytest.approx(40 * 300 * 4_000, rel=0.1)
+
+
 def test_without_marks_nothing_is_said_of_the_device(libraries: Path, tmp_path: Path) -> None:
     recording = recorded(libraries, tmp_path, "d.launch(1_000_000)\nd.sync(d.compute)\n", KVPROBE_MARKS="off")
     assert recording.calls.rows

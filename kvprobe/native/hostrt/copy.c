@@ -88,8 +88,8 @@ cudaError_t kvh_copy(call *c, void *dst, const void *src, size_t bytes, int kind
     return submit_copy(c, stream_handle, &o, &p, wait);
 }
 
-static cudaError_t copy_2d(call *c, void *dst, size_t dst_pitch, const void *src, size_t src_pitch, size_t width,
-                           size_t height, int kind, cudaStream_t stream, bool wait) {
+cudaError_t kvh_copy_2d(call *c, void *dst, size_t dst_pitch, const void *src, size_t src_pitch, size_t width,
+                        size_t height, int kind, cudaStream_t stream, bool wait) {
     if (kind < cudaMemcpyHostToHost || kind > cudaMemcpyDefault) return cudaErrorInvalidValue;
     if (!width || !height) return cudaSuccess;
     if (dst_pitch < width || src_pitch < width) return 12; /* cudaErrorInvalidPitchValue */
@@ -256,7 +256,7 @@ KVP_EXPORT cudaError_t cudaMemcpyAsync_ptsz(void *dst, const void *src, size_t b
 KVP_EXPORT cudaError_t cudaMemcpy2DAsync(void *dst, size_t dst_pitch, const void *src, size_t src_pitch, size_t width,
                                          size_t height, int kind, cudaStream_t stream) {
     KVH_ENTER(cudaMemcpy2DAsync, stream);
-    KVH_LEAVE(copy_2d(c, dst, dst_pitch, src, src_pitch, width, height, kind, stream, false));
+    KVH_LEAVE(kvh_copy_2d(c, dst, dst_pitch, src, src_pitch, width, height, kind, stream, false));
 }
 KVP_EXPORT cudaError_t cudaMemcpy2DAsync_ptsz(void *dst, size_t dst_pitch, const void *src, size_t src_pitch,
                                               size_t width, size_t height, int kind, cudaStream_t stream)
@@ -265,7 +265,7 @@ KVP_EXPORT cudaError_t cudaMemcpy2DAsync_ptsz(void *dst, size_t dst_pitch, const
 KVP_EXPORT cudaError_t cudaMemcpy2D(void *dst, size_t dst_pitch, const void *src, size_t src_pitch, size_t width,
                                     size_t height, int kind) {
     KVH_ENTER(cudaMemcpy2D, 0);
-    KVH_LEAVE(copy_2d(c, dst, dst_pitch, src, src_pitch, width, height, kind, NULL, true));
+    KVH_LEAVE(kvh_copy_2d(c, dst, dst_pitch, src, src_pitch, width, height, kind, NULL, true));
 }
 
 /* 13.0: eighth the stream. 12.8 and 12.9: eighth the index of the copy that failed, ninth the stream. One function can

@@ -42,6 +42,31 @@ KVP_EXPORT int cuMemcpyDtoDAsync_v2(device_pointer dst, device_pointer src, size
     KVH_LEAVE(kvh_copy(c, pointer(dst), pointer(src), bytes, cudaMemcpyDeviceToDevice, stream, false));
 }
 
+/* CUDA_MEMCPY2D: of each side x, y, kind of memory, host's and device's address, array, pitch; then width and height.
+ */
+typedef struct {
+    struct side_2d {
+        size_t x, y;
+        unsigned memory; /* 1: the host's address counts */
+        void *host;
+        device_pointer device;
+        void *array;
+        size_t pitch;
+    } from, to;
+    size_t width, height;
+} memcpy_2d;
+
+static char *corner_of(const struct side_2d *side) {
+    return (char *)(side->memory == 1 ? side->host : pointer(side->device)) + side->y * side->pitch + side->x;
+}
+
+KVP_EXPORT int cuMemcpy2DAsync_v2(const memcpy_2d *p, cudaStream_t stream) {
+    KVH_ENTER(cuMemcpy2DAsync_v2, stream);
+    if (!p || p->from.array || p->to.array) KVH_LEAVE(cudaErrorInvalidValue);
+    KVH_LEAVE(kvh_copy_2d(c, corner_of(&p->to), p->to.pitch, corner_of(&p->from), p->from.pitch, p->width, p->height,
+                          cudaMemcpyDefault, stream, false));
+}
+
 KVP_EXPORT int cuMemcpyAsync_ptsz(device_pointer, device_pointer, size_t, cudaStream_t)
     __attribute__((alias("cuMemcpyAsync")));
 KVP_EXPORT int cuMemcpyHtoDAsync_v2_ptsz(device_pointer, const void *, size_t, cudaStream_t)
@@ -216,6 +241,7 @@ static const struct {
     {"cuMemcpyHtoDAsync", 3020, (void *)cuMemcpyHtoDAsync_v2},
     {"cuMemcpyDtoHAsync", 3020, (void *)cuMemcpyDtoHAsync_v2},
     {"cuMemcpyDtoDAsync", 3020, (void *)cuMemcpyDtoDAsync_v2},
+    {"cuMemcpy2DAsync", 3020, (void *)cuMemcpy2DAsync_v2},
     {"cuMemcpyBatchAsync", 12080, (void *)cuMemcpyBatchAsync},
     {"cuMemcpyBatchAsync", 13000, (void *)cuMemcpyBatchAsync_v2},
     {"cuStreamSynchronize", 2000, (void *)cuStreamSynchronize},

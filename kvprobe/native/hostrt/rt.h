@@ -93,6 +93,7 @@ enum {
     X(cuMemcpyHtoDAsync_v2, 5)                                                                                         \
     X(cuMemcpyDtoHAsync_v2, 6)                                                                                         \
     X(cuMemcpyDtoDAsync_v2, 7)                                                                                         \
+    X(cuMemcpy2DAsync_v2, 8)                                                                                           \
     X(cuMemcpyBatchAsync, 9)                                                                                           \
     X(cuMemcpyBatchAsync_v2, 9)                                                                                        \
     X(cuStreamSynchronize, 32)                                                                                         \
@@ -500,6 +501,8 @@ bool kvh_cells_move(runtime *rt, const kvh_cells *c); /* false: an address that 
 
 /* copy.c, launch.c, streams.c: what the runtime's and the driver's entry points share. */
 cudaError_t kvh_copy(call *c, void *dst, const void *src, size_t bytes, int kind, cudaStream_t stream, bool wait);
+cudaError_t kvh_copy_2d(call *c, void *dst, size_t dst_pitch, const void *src, size_t src_pitch, size_t width,
+                        size_t height, int kind, cudaStream_t stream, bool wait);
 cudaError_t kvh_batch(call *c, void *const *dsts, const void *const *srcs, const size_t *sizes, size_t count,
                       const void *attrs, const size_t *attr_indices, size_t attr_count, cudaStream_t stream);
 cudaError_t kvh_launch(call *c, const void *fn, void **args, cudaStream_t stream);

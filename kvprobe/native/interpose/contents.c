@@ -121,6 +121,12 @@ int kvp_read_memory(uint64_t address, uint64_t bytes, void *into) {
     return syscall(SYS_process_vm_writev, (long)getpid(), &from, 1L, &to, 1L, 0L) == (long)bytes;
 }
 
+int kvp_read_rows(uint64_t address, uint64_t stride, size_t rows, size_t width, void *into) {
+    struct iovec from[KVP_ROWS], to = {into, rows * width};
+    for (size_t i = 0; i < rows; i++) from[i] = (struct iovec){(void *)(uintptr_t)(address + i * stride), width};
+    return syscall(SYS_process_vm_writev, (long)getpid(), from, (long)rows, &to, 1L, 0L) == (long)to.iov_len;
+}
+
 /* Four lanes of multiplications, so that each word does not wait for the one before. */
 uint64_t kvp_hash_words(const uint64_t *words, size_t count) {
     uint64_t lane[4] = {0x243f6a8885a308d3u, 0x13198a2e03707344u, 0xa4093822299f31d0u, 0x082efa98ec4e6c89u};
@@ -160,6 +166,7 @@ void kvp_contents_look(const kvp_record *r) {
         note.count = (uint32_t)got;
         note.result = same == count;
         kvp_ring_note(&note);
+        if (direction == KVP_H2D) kvp_device_look_next(r, note.dur_ns);
     }
     uint64_t now = kvp_clock();
     int64_t took = now - begin < MOST_NS ? (int64_t)(now - begin) : MOST_NS;

@@ -3,9 +3,9 @@
  * which calls that function and writes one record a call. It exports no name of CUDA's.
  *
  * Rules it keeps: results, errno and argument registers pass through; no lock and no allocation on the way of a call;
- * no CUDA call that the program did not make, but for a question about a pointer (memory.c), asked after the fact;
- * anything it does not know goes through untouched. Under KVPROBE_FIX=auto, and only there, large pageable copies are
- * made another way where that pays: cures.c says with what care. */
+ * no CUDA call that the program did not make, but for a question about a pointer (memory.c), asked after the fact, and
+ * what marks.c and device_looks.c say; anything it does not know goes through untouched. Under KVPROBE_FIX=auto, and
+ * only there, large pageable copies are made another way where that pays: cures.c says with what care. */
 #ifndef KVP_INTERPOSE_H
 #define KVP_INTERPOSE_H
 
@@ -82,6 +82,7 @@ struct watch {
     atomic_int blocking;               /* 1: there may be streams that the legacy default stream waits for */
     atomic_uint generation;            /* of what is known of memory: freeing or registering some makes it another */
     atomic_uint contents_mask;         /* contents.c: which places of the host are looked at */
+    atomic_int device_looks;           /* 1: the next candidate is looked at on the device (device_looks.c) */
     _Atomic uint64_t contents_from_ns; /* from when on; the largest number: never */
 } __attribute__((aligned(64)));
 extern struct watch kvp_watch;
@@ -233,6 +234,16 @@ static inline int kvp_contents_due(const kvp_record *r) {
  */
 int kvp_read_memory(uint64_t address, uint64_t bytes, void *into);
 uint64_t kvp_hash_words(const uint64_t *words, size_t count);
+
+/* device_looks.c: what the device has where a load will go, of a sample. `next`: of a load whose source was looked at;
+ * the other, of a call that begins now, while kvp_watch.device_looks is set: its start_ns may be later afterwards. */
+void kvp_device_look_next(const kvp_record *record, uint64_t hash);
+KVP_RARE void kvp_device_look(kvp_record *record);
+/* Pieces of `width` bytes, KVP_ROWS of KVP_ROW at most, `stride` apart, put into `into` one behind the other: 0 where
+ * they cannot be read. */
+#define KVP_ROWS 16
+#define KVP_ROW 64
+int kvp_read_rows(uint64_t address, uint64_t stride, size_t rows, size_t width, void *into);
 
 /* witness.c: around a copy while kvp_watch.witness is set, and what else writes to or gives back host memory. */
 struct kvp_pieces { /* of a batch, or of a copy by itself */

@@ -114,6 +114,19 @@ static void write_span(const struct mark_stream *s, const struct mark_span *span
     if (span->end_ns > span->start_ns) kvp_ring_note(&r);
 }
 
+/* Parts of a run of several kinds: somewhere in it each was busy, for how long was not seen. */
+static void write_parts(const struct mark_stream *s, const struct mark_span *run, const struct mark_parts *parts) {
+    for (uint8_t kind = MARK_KERNEL; kind <= MARK_FUNCTION; kind++) {
+        if (!parts->count[kind]) continue;
+        struct mark_span part = *run;
+        part.kind = kind;
+        part.count = parts->count[kind];
+        part.bytes = kind >= MARK_H2D && kind <= MARK_COPY ? parts->bytes[kind - MARK_H2D] : 0;
+        part.busy_ns = 0;
+        write_span(s, &part);
+    }
+}
+
 static void write_coverage(const struct mark_context *c, uint64_t from, uint64_t to, int reason) {
     kvp_record r = {.call = KVP_CALL_coverage,
                     .start_ns = from,
@@ -177,6 +190,7 @@ static void consume(struct mark_context *c, struct mark_stream *s, struct mark *
     place_clock(c, m, t);
     uint64_t at = (uint64_t)(t + c->offset_ns), before = s->mark_ns ? (uint64_t)(s->mark_ns + c->offset_ns) : 0;
     uint64_t first = m->first_ns ? m->first_ns : m->entry_ns; /* 0: the call has not returned yet */
+    uint64_t over = 0;                                        /* when it was, where its end was not seen */
     struct mark_span span = {.start_ns = before > first ? before : first,
                              .end_ns = at,
                              .bytes = m->bytes,
@@ -197,10 +211,20 @@ static void consume(struct mark_context *c, struct mark_stream *s, struct mark *
     if (!m->count) return;
     if (m->flags & MARK_UNSEEN && (span.dry || m->flags & MARK_IDLE)) { /* it ended somewhere before this mark */
         span.end_ns = m->last_ns > span.start_ns ? m->last_ns : span.start_ns;
+        over = at;
         write_coverage(c, span.end_ns, at, REASON_UNSEEN);
     }
     if (span.start_ns >= span.end_ns) return;
     span.busy_ns = span.end_ns - span.start_ns;
+    if (m->flags & MARK_MIXED) {
+        write_span(s, &span);
+        if (over) {
+            span.entry_ns = over - (m->last_ns - m->given_ns);
+            span.end_ns = over;
+        }
+        write_parts(s, &span, &m->parts);
+        return;
+    }
     if (m->flags & MARK_SAMPLE) {
         s->held = span;
         return;
@@ -243,6 +267,7 @@ static enum outcome read_stream(struct mark_context *c, struct mark_stream *s) {
         if (t < 0) return FAILED;
         s->head = m->next;
         if (!s->head) s->tail = NULL;
+        s->standing--;
         consume(c, s, m, t);
         if (!c->reference || t - c->reference_ns > RELATIVE_NS) {
             if (c->reference) kvp_mark_give(c, c->reference);
@@ -409,6 +434,8 @@ void kvp_mark_step(int closing) {
     static unsigned ticks;
     int reads = ++ticks % READ_TICKS == 0 || closing || paused_ns || kvp_mark_synchronous;
     for (int i = 0; i < atomic_load(&kvp_mark_context_count); i++) look(i, now, reads, closing);
+    kvp_device_looks_read();
+    if (kvp_mark_synchronous && !closing) kvp_device_looks_prepare(&kvp_mark_contexts[0]);
     refill(now);
     if (!paused_ns && atomic_load(&kvp_mark_left_ns) <= 0 && is_long_enough(now)) kvp_mark_pause(REASON_BUDGET);
     if (paused_ns && !stopping && !closing && !kvp_watch.captures && !held && kvp_watch.on &&
@@ -430,6 +457,7 @@ static void *read_marks(void *unused) {
         for (int i = 0; i < atomic_load(&kvp_mark_context_count); i++) {
             fill(&kvp_mark_contexts[i]);
         }
+        if (!kvp_ring_blocked(BLOCKED_NS, kvp_clock())) kvp_device_looks_prepare(&kvp_mark_contexts[0]);
         kvp_mark_step(0);
         kvp_pauses_without_me();
         nanosleep(&(struct timespec){0, paused_ns ? SLOW_TICK_NS : TICK_NS}, NULL);

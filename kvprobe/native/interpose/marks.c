@@ -15,8 +15,9 @@
  * - Whatever is submitted where no mark can follow it (there is no event yet, somebody else marks this stream just now)
  *   is loose: until a mark behind it is reached the recording says that something was missed there.
  * - A full queue: behind more than MARK_BUSY_LIMIT submissions a mark waits until so many more have come, so that it
- *   takes at most one slot in so many. The helper records where a quarter of that is outstanding, or where the stream
- *   says that it is idle: it never blocks.
+ *   takes at most one slot in so many; but between two kinds MARK_FEW marks of a stream may stand behind twice as many.
+ *   Where kinds follow one another without one, how much there is of each is counted. The helper records where a
+ *   quarter of that is outstanding, or where the stream says that it is idle: it never blocks.
  * - While any stream is being captured nothing is marked. What stands in a stream ends in front of that; where nothing
  *   is submitted beside the capture, nothing is missed (kvp_mark_beside).
  * - A stream that is destroyed, a context that ends: nothing is asked or recorded afterwards (kvp_marks_stream_ends,
@@ -192,11 +193,13 @@ int kvp_mark_place(struct mark_stream *s, int flags) {
     m->return_ns = kvp_clock();
     m->first_ns = get(s->first_ns);
     m->last_ns = busy_ns;
+    m->given_ns = last_ns;
     m->bytes = get(s->bytes);
     m->count = get(s->count);
     m->graph = s->graph;
     m->kind = get(s->kind);
     m->flags = (uint8_t)(flags | (get(s->flags) & (MARK_UNKNOWN | MARK_MIXED)));
+    if (m->flags & MARK_MIXED) m->parts = s->parts;
     m->next = NULL;
     if (unlikely(loose)) {
         uint64_t since = get(s->loose_ns);
@@ -212,6 +215,7 @@ int kvp_mark_place(struct mark_stream *s, int flags) {
     else
         s->head = m;
     s->tail = m;
+    s->standing++;
     spend(kvp_mark_synchronous ? MARK_USUAL_NS : MARK_DEVICE_NS);
     return 1;
 }
@@ -320,13 +324,14 @@ static __attribute__((noinline)) struct mark_stream *add_stream(uint64_t key, ui
             put(s->last_ns, 0);
             put(s->busy_ns, 0);
             s->head = s->tail = NULL;
+            s->standing = 0;
             s->mark_ns = 0;
             s->held.count = 0;
             put(s->gappy, 0);
             put(s->after, 0);
             put(s->ordered, 0);
             put(s->next_sample, 8);
-            s->ran = s->sampled = 0;
+            s->ran = s->sampled = s->turns = 0;
             s->handle = (void *)(uintptr_t)(handle == 1 ? 0 : handle);
             put(s->settled, atomic_load(&s->ended));
             s->per_thread = handle == 2, s->legacy = handle < 2;
@@ -373,10 +378,46 @@ static int has_room(struct mark_stream *s) {
     return kvp_mark_outstanding(s) <= limit;
 }
 
+/* The same for a mark between two kinds, which tells how long either takes: a few stand in what is twice as deep. */
+static int has_room_between(struct mark_stream *s) {
+    if (s->standing < MARK_FEW && kvp_mark_outstanding(s) <= 2 * get(kvp_mark_limit)) return 1;
+    return has_room(s);
+}
+
 /* For a mark behind what was submitted long ago: it says nothing of when that ended, if it is over. */
 static int unseen(const struct mark_stream *s, uint64_t now) {
     uint64_t last = get(s->last_ns);
     return last && now > last + MARK_LONG_NS ? MARK_UNSEEN : 0;
+}
+
+/* ---- runs of several kinds ----------------------------------------------------------------------------------- */
+
+static inline int is_copy(uint8_t kind) { return kind >= MARK_H2D && kind <= MARK_COPY; }
+
+static void add_part(struct mark_stream *s, uint8_t kind, uint32_t count, uint64_t bytes) {
+    s->parts.count[kind] += count;
+    if (is_copy(kind)) s->parts.bytes[kind - MARK_H2D] += bytes;
+    s->newest = kind;
+}
+
+/* From here on what stands in the stream is of several kinds. */
+static void mix(struct mark_stream *s) {
+    if (get(s->flags) & MARK_MIXED) return;
+    s->parts = (struct mark_parts){0};
+    add_part(s, get(s->kind), get(s->count), get(s->bytes));
+    put(s->flags, get(s->flags) | MARK_MIXED);
+}
+
+/* Whether a copy of another kind takes its turn in a stream in which that happens again and again, as where a block
+ * leaves and another one comes into its place: a mark for each would cost more than the copies do. */
+static int takes_turns(struct mark_stream *s, uint8_t stands, uint8_t kind) {
+    int mixed = get(s->flags) & MARK_MIXED;
+    if (!is_copy(kind) || !is_copy(stands)) {
+        if (kind == MARK_KERNEL) s->turns /= 2; /* behind it they may go on */
+        return 0;
+    }
+    if (!mixed) s->turns = get(s->count) > 2 ? 0 : s->turns + (s->turns < MARK_TURNS);
+    return s->turns >= MARK_TURNS && get(s->count) < MARK_TURNS_RUN;
 }
 
 /* Behind what stands in the stream already, of the same kind as what comes or not. 1: time has passed. */
@@ -388,8 +429,11 @@ static int goes_on(struct mark_stream *s, const kvp_record *r, uint8_t kind, uin
         put(s->bytes, 0); /* what memsets write crosses no link */
     }
     if (kind != stands || (kind == MARK_GRAPH && (uint32_t)r->src != s->graph)) {
-        if (has_room(s) && kvp_mark_place(s, unseen(s, now))) return 1;
-        put(s->flags, get(s->flags) | MARK_MIXED);
+        if (!takes_turns(s, stands, kind) && has_room_between(s) && kvp_mark_place(s, unseen(s, now))) {
+            if (s->turns == MARK_TURNS) s->turns -= 3; /* the next ones get a mark each: how long is one of them? */
+            return 1;
+        }
+        mix(s);
         return 0;
     }
     /* memsets one by one are the device's smallest work: whole runs of them are sampled, with the gaps in between */
@@ -397,7 +441,7 @@ static int goes_on(struct mark_stream *s, const kvp_record *r, uint8_t kind, uin
         put(s->gappy, 16);
         return has_room(s) && kvp_mark_place(s, MARK_UNSEEN);
     }
-    if (get(s->count) < get(s->next_sample)) return 0;
+    if (get(s->count) < get(s->next_sample) || (get(s->flags) & MARK_MIXED && s->turns >= MARK_TURNS)) return 0;
     put(s->next_sample, s->sampled >= 2 ? 256 : 32u << 2 * s->sampled++); /* each costs two records */
     if (!has_room(s)) return 0;
     int placed = kvp_mark_place(s, MARK_SAMPLE);
@@ -444,7 +488,8 @@ static __attribute__((noinline)) int changes(struct mark_stream *s, const kvp_re
     if (!get(s->count)) {
         put(s->kind, s->ran = kind);
         put(s->first_ns, 0);
-    }
+    } else if (get(s->flags) & MARK_MIXED)
+        add_part(s, kind == MARK_MEMSET ? s->newest : kind, 1, kind == MARK_MEMSET ? 0 : r->bytes);
     if (kind == MARK_GRAPH) s->graph = (uint32_t)r->src;
     put(s->count, get(s->count) + 1);
     if (kind != MARK_MEMSET || get(s->kind) == MARK_MEMSET) put(s->bytes, get(s->bytes) + r->bytes);
@@ -498,6 +543,28 @@ int kvp_mark_submits(const kvp_record *r) {
     int role = of_call[r->call & 127].role;
     return role == SUBMITS || role == COPIES;
 }
+
+struct mark_stream *kvp_mark_clear(uint64_t handle, uint64_t now) {
+    struct mark_stream *s = find(handle);
+    if (!s || !atomic_load(&kvp_mark_contexts[s->context].ready)) return NULL;
+    if (unlikely(kvp_watch.blocking)) around_legacy(s);
+    if (!kvp_mark_try(s)) return NULL;
+    uint32_t count = get(s->count);
+    int is_followed = !(get(s->flags) & MARK_UNKNOWN) && !kvp_mark_is_loose(s);
+    int goes_on = get(s->first_ns) && now - get(s->last_ns) < MARK_STALE_NS; /* else nobody knows when it ended */
+    if (is_followed && (!count || goes_on) && count < get(kvp_mark_limit) && has_room(s) && !is_captured(s) &&
+        (!count || kvp_mark_place(s, 0)))
+        return s;
+    kvp_mark_release(s);
+    return NULL;
+}
+
+uint64_t kvp_mark_behind(struct mark_stream *s) {
+    put(s->submitted, get(s->submitted) + 1);
+    return kvp_mark_place(s, 0) ? get(s->submitted) : 0;
+}
+
+void kvp_mark_spend(uint64_t since_ns) { spend_since(since_ns); }
 
 static inline uint8_t kind_of(const kvp_record *r) {
     if (of_call[r->call].role != COPIES) return of_call[r->call].kind;
@@ -607,12 +674,14 @@ static void forget(struct mark_stream *s) {
     struct mark_stream *it = s;
     atomic_compare_exchange_strong(&legacy, &it, NULL);
     struct mark_context *c = &kvp_mark_contexts[s->context];
+    kvp_device_looks_lose(s);
     while (s->head) {
         struct mark *m = s->head;
         s->head = m->next;
         kvp_mark_give(c, m);
     }
     s->tail = NULL;
+    s->standing = 0;
     put(s->count, 0);
     put(s->settled, atomic_load(&s->ended));
     atomic_store(&s->key, 0);
@@ -632,6 +701,7 @@ void kvp_marks_context_ends(void) {
     if (!atomic_load(&kvp_mark_context_count)) return;
     kvp_mark_pause(REASON_END);
     kvp_mark_step(1);
+    kvp_device_looks_end(); /* their memory goes with it */
     for (int i = 0; i < MARK_STREAMS; i++) {
         struct mark_stream *s = &kvp_mark_streams[i];
         while (!kvp_mark_try(s)) kvp_mark_relax();

@@ -48,6 +48,9 @@ extern int kvp_marks_asked;     /* by name: then on the embedded host runtime, t
 #define MARK_MOST_NS 20000   /* of one call: it was not marking that took longer */
 #define MARK_USUAL_NS 2000   /* all together, in simulated time */
 #define MARK_GAP_NS 10000u   /* from one submission to the next: the stream may have run dry meanwhile */
+#define MARK_FEW 16          /* marks that may stand in a stream with twice MARK_BUSY_LIMIT submissions */
+#define MARK_TURNS 8         /* copies that take turns so often are one run, of MARK_TURNS_RUN */
+#define MARK_TURNS_RUN 64
 #define MARK_PROBE_NS 5000000u
 #define MARK_STALE_NS 100000u /* so long without a submission: the helper ends the run */
 #define MARK_LONG_NS 1000000u /* so long without one, and the helper did not: nobody saw when it ended */
@@ -63,6 +66,12 @@ enum mark_kind {
     MARK_GRAPH,
     MARK_WAIT,    /* for an event */
     MARK_FUNCTION /* for a function of the host */
+};
+
+/* What a run of several kinds holds of each; bytes of H2D, D2H and COPY. Memsets count with what stands before them. */
+struct mark_parts {
+    uint32_t count[MARK_FUNCTION + 1];
+    uint64_t bytes[MARK_COPY - MARK_H2D + 1];
 };
 
 enum mark_flags {
@@ -84,6 +93,8 @@ struct mark {
     uint64_t bytes, at;         /* at: submissions in the stream up to here */
     uint32_t count, graph;
     uint8_t kind, flags;
+    struct mark_parts parts; /* MARK_MIXED */
+    uint64_t given_ns;       /* host: the newest submission in front of it */
 };
 
 /* A run of submissions of one kind that is over, as it goes into the ring; the last of them is in front of a mark. */
@@ -119,13 +130,17 @@ struct mark_stream {
     uint64_t submitted, done; /* submissions and marks up to the newest mark, and of these what is over */
     uint64_t busy_ns;         /* when the helper saw it busy last */
     struct mark *head, *tail; /* outstanding */
+    uint32_t standing;        /* so many */
     double mark_ns;           /* of the newest mark that was read, on the device's clock; 0: none */
     /* Loose submissions: no mark follows them, as there was no event yet or somebody else had the lock. How many have
      * been entered; how many have returned; of these, how many a mark stands behind; since when there are others. */
     _Atomic uint32_t begun, ended;
     uint32_t settled;
     uint64_t loose_ns;
-    struct mark_span held; /* a part of a run that waits for its sample; count 0: none */
+    struct mark_parts parts; /* of a run that is MARK_MIXED */
+    uint8_t newest;          /* of that: what came last but memsets */
+    uint8_t turns;           /* how often in a row a copy or two of one kind were followed by one of another */
+    struct mark_span held;   /* a part of a run that waits for its sample; count 0: none */
 } __attribute__((aligned(64)));
 
 struct mark_context {
@@ -177,6 +192,13 @@ static inline int kvp_mark_is_loose(const struct mark_stream *s) { return atomic
 /* Where a stream is looked for first. */
 static inline uint32_t kvp_mark_place_of(uint64_t key) { return (uint32_t)((key >> 4) * 0x9e3779b97f4a7c15u >> 56); }
 
+/* Whether one submission of ours may stand in front of a call that nothing has counted yet: the stream, locked, with a
+ * mark behind all that was counted; NULL: not here and now. */
+struct mark_stream *kvp_mark_clear(uint64_t handle, uint64_t now);
+/* Counts that submission and puts a mark behind it: how many slots the stream was given with that; 0: there is none. */
+uint64_t kvp_mark_behind(struct mark_stream *s);
+void kvp_mark_spend(uint64_t since_ns); /* what has passed since then was ours */
+
 /* What copies of a direction are, four bits each: a table would be another line to come. */
 static inline uint8_t kvp_mark_kind_of(uint8_t direction) {
     const uint64_t kinds = MARK_COPY | MARK_H2D << 4 | MARK_D2H << 8 | MARK_COPY << 12 | MARK_COPY << 16;
@@ -208,6 +230,12 @@ static inline int kvp_mark_copy(const kvp_record *r) {
 static inline uint64_t kvp_mark_outstanding(const struct mark_stream *s) {
     return get(s->submitted) + get(s->count) - get(s->done);
 }
+
+/* device_looks.c, for marks. `read`: compares those that are over; `lose`: of a stream that ends. */
+void kvp_device_looks_prepare(struct mark_context *c);
+void kvp_device_looks_read(void);
+void kvp_device_looks_lose(const struct mark_stream *s);
+void kvp_device_looks_end(void);
 
 /* mark_reader.c */
 enum mark_reason {

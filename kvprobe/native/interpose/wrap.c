@@ -342,6 +342,7 @@ static inline __attribute__((always_inline)) void begin(kvp_record *r, enum what
     if (unlikely(!kvp_ring_entered(r->call, r->stream, r->start_ns))) begin_first(r);
     uint32_t since = (uint32_t)(r->start_ns >> 10) - kvp_thread.ended;
     if (unlikely(since > KVP_PAUSE_NS >> 10) && timed && kvp_thread.ended) begin_after_pause(r, (uint64_t)since << 10);
+    if (what == A_COPY && unlikely(kvp_watch.device_looks)) kvp_device_look(r);
     if (likely(kvp_watch.marks)) {
         if (what == A_EVENT)
             kvp_mark_event(r->stream);

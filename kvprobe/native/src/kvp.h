@@ -121,7 +121,8 @@ KVP_EXPORT const char *kvp_clock_name(void); /* "tsc", "cntvct" or "clock_gettim
     X(77, COPY_SYNC, cuMemcpyDtoD)                                                                                     \
     X(78, COPY_SYNC, cudaMemcpy2D)                                                                                     \
     X(79, FREE, cudaMemPoolTrimTo)                                                                                     \
-    X(80, FREE, cuMemPoolTrimTo)
+    X(80, FREE, cuMemPoolTrimTo)                                                                                       \
+    X(81, NOTE, destination) /* no call: what the device had where a load went, see below */
 
 enum kvp_call {
 #define X(id, kind, name) KVP_CALL_##name = id,
@@ -160,7 +161,10 @@ enum kvp_memory {
  *             dur_ns in which something ran, as far as the middle of a run tells; bytes, count (of submissions),
  *             direction as in a copy; src: of a graph its number, else how many slots of the stream's queue had been
  *             given with the mark behind it, by a count of its own; tid: 1 + how long before the end that mark was
- *             recorded, ns, at most UINT32_MAX
+ *             recorded, ns, at most UINT32_MAX. A run of several kinds has result 0, and behind it a record with dst
+ *             0 for each kind: how many submissions and bytes of that it holds, everything else as in its own. But
+ *             where its end was not seen, they last until it was over at the latest, and tid is 1 + how long after
+ *             its last submission the stream was seen busy
  *   coverage  result 0: spans are complete in [start_ns, start_ns + dur_ns); else they are not, and that is why (enum
  *             mark_reason)
  *   graph     src: its number, which spans name; stream, dst, bytes: bytes to the device, from it, within it; dur_ns:
@@ -204,6 +208,10 @@ enum kvp_file_seen {
  *             where one from the device will go. start_ns, stream, src, dst, bytes, tid, direction: as in the copy's
  * own record; dur_ns: hash of what was looked at; count: bytes looked at (interpose/contents.c says which); result: 1
  * where they were one word over and over, as in memory that nobody has filled.
+ *   destination  what the device had where a load was about to go (interpose/device_looks.c). start_ns, stream, src,
+ * dst, bytes, tid, direction: as in the load's own record; count: bytes looked at; result: 1 where they were those that
+ * the host sent. count 0: no more such looks, because a call of the driver failed with `result`.
+ *
  *   pages     page faults of the thread inside a call that pinned or copied, and took long (interpose/page_faults.c).
  *             start_ns, dur_ns, stream, src, dst, bytes, tid, direction: as in the call's own record; count: minor
  * faults; transfer: major ones; result: a bit for each NUMA node that a few pages of the host's side lie on, the last
