@@ -4,7 +4,8 @@ Where no mark may be put between kernels and copies of one stream, as its queue 
 too often, the marks around all of them tell how long they took together, and how many of each kind there were. Copies
 alone are copies, whichever way each goes. Kernels have two bounds: so many kernels of this stream take as long as in
 runs of kernels alone, from the shortest tenth of those to the longest; and they take what so many copies leave, which
-take as long as in runs of copies alone. Both bounds must be known and leave less than 2 * MOST of the run open: its
+take as long as in runs of copies alone. Copies that are large tell the link's rate, and a computed length would not:
+runs with such copies are not told. Both bounds must be known and leave less than 2 * MOST of the run open: its
 kernels get the middle, and so are right to MOST of it. Else what the run was is not told.
 """
 
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvprobe.recordings.link_rate import LARGE_BYTES
 from kvprobe.recordings.model import Array, Direction, Engine
 
 __all__ = ["PACE", "PACE_NS", "Mixed", "Runs", "divide", "is_late", "runs_of"]
@@ -165,7 +167,8 @@ def _lengths(mixed: Mixed, runs: Runs) -> tuple[Array, Array]:
     bounded = np.isfinite(high[:, KERNEL]) & np.isfinite(together[1])
     divided = mixed.late & bounded & (np.abs(most - least) <= 2 * MOST * mixed.length)
     alone = ((mixed.alone[:, COPIES] >= 0) | (copies == 0)).all(axis=1)
-    known = (mixed.many[:, others].sum(axis=1) == 0) & np.where(kernels > 0, divided, mixed.late | alone)
+    small = (mixed.bytes[:, COPIES] < LARGE_BYTES * np.maximum(copies, 1)).all(axis=1)
+    known = small & (mixed.many[:, others].sum(axis=1) == 0) & np.where(kernels > 0, divided, mixed.late | alone)
     took = np.zeros(mixed.many.shape)
     computed = np.clip(np.where(known & (kernels > 0), least + most, 0) / 2, 0, mixed.longest)
     whole = np.where(bounded, computed + np.where(bounded, together[0] + together[1], 0) / 2, mixed.length)

@@ -266,6 +266,18 @@ def test_copies_that_take_turns_are_one_run(libraries: Path, tmp_path: Path) -> 
         assert moved["bytes"][mine].sum() == pytest.approx(60 * 150 * 16384, rel=0.01)
 
 
+def test_large_copies_that_take_turns_have_a_mark_each(libraries: Path, tmp_path: Path) -> None:
+    """What a mark costs is little beside them, and how long each takes tells the link's rate."""
+    body = """
+for i in range(100):
+    d.copy(*((d.device, d.host, 1 << 20, 1) if i % 2 else (d.host, d.device, 1 << 20, 2)), d.compute)
+d.sync(d.compute)
+"""
+    spans = recorded(libraries, tmp_path, body).spans
+    large = (spans["engine"] == Engine.COPY) & (spans["bytes"] == 1 << 20)
+    assert large.sum() == 100 and (spans["count"][large] == 1).all()
+
+
 def test_copies_that_take_turns_one_by_one_are_told_by_those_that_were_alone(libraries: Path, tmp_path: Path) -> None:
     """The host submits a copy in 6 us, the device takes 4: in a run of both ways it is idle between them."""
     body = """

@@ -19,8 +19,8 @@ LATE = 10**6  # us
 Run = tuple[int, int, dict[int, int], int]  # when it begins and ends, us; how many of each kind; how late its mark was
 
 
-def read(runs: list[Run], unseen: int = 0, lost: int = 0) -> Recording:
-    """Runs of one stream, of copies of 8 KiB; the end of the last one was seen so many us late.
+def read(runs: list[Run], unseen: int = 0, lost: int = 0, each: int = 8 * KIB) -> Recording:
+    """Runs of one stream, of copies of `each` bytes; the end of the last one was seen so many us late.
 
     Parts of the kind `lost` were written over.
     """
@@ -52,7 +52,7 @@ def read(runs: list[Run], unseen: int = 0, lost: int = 0) -> Recording:
         one["call"], one["result"], one["count"], one["tid"] = call, kind, count, 1 + late * US
         one["start_ns"], one["dur_ns"], one["src"] = begin * US, (until - begin) * US, slot
         one["dst"] = one["dur_ns"] * busy
-        one["bytes"] = count * 8 * KIB if kind in (LOADS, STORES) else 0
+        one["bytes"] = count * each if kind in (LOADS, STORES) else 0
         one["direction"] = {LOADS: Direction.H2D, STORES: Direction.D2H}.get(kind, 0)
     zero = np.zeros(len(records), dtype=np.int64)
     marks(recording, RingRecords(records, zero, zero, zero), Names(recording.names))
@@ -136,6 +136,13 @@ def test_copies_alone_are_copies_whichever_way_each_goes() -> None:
     late = spans["start_ns"] >= begin * US
     stored = late & (spans["direction"] == Direction.D2H)
     assert (spans["end_ns"] - spans["start_ns"])[stored].sum() == pytest.approx(333 * US, rel=0.1)
+
+
+def test_large_copies_are_left_to_tell_the_link_s_rate() -> None:
+    runs = known([300], 3)
+    begin = runs[-1][1]
+    recording = read([*runs, (begin, begin + 900, {LOADS: 100, KERNELS: 2}, LATE)], each=KIB * KIB)
+    assert untold(recording) == 900
 
 
 def test_an_end_that_was_not_seen_leaves_no_more_than_that_open() -> None:

@@ -410,8 +410,9 @@ static void mix(struct mark_stream *s) {
 
 /* Whether a copy of another kind takes its turn in a stream in which that happens again and again, as where a block
  * leaves and another one comes into its place: a mark for each would cost more than the copies do. */
-static int takes_turns(struct mark_stream *s, uint8_t stands, uint8_t kind) {
+static int takes_turns(struct mark_stream *s, uint8_t stands, uint8_t kind, uint64_t bytes) {
     int mixed = get(s->flags) & MARK_MIXED;
+    if (bytes > MARK_TURNS_BYTES) s->turns = 0;
     if (!is_copy(kind) || !is_copy(stands)) {
         if (kind == MARK_KERNEL) s->turns /= 2; /* behind it they may go on */
         return 0;
@@ -429,7 +430,7 @@ static int goes_on(struct mark_stream *s, const kvp_record *r, uint8_t kind, uin
         put(s->bytes, 0); /* what memsets write crosses no link */
     }
     if (kind != stands || (kind == MARK_GRAPH && (uint32_t)r->src != s->graph)) {
-        if (!takes_turns(s, stands, kind) && has_room_between(s) && kvp_mark_place(s, unseen(s, now))) {
+        if (!takes_turns(s, stands, kind, r->bytes) && has_room_between(s) && kvp_mark_place(s, unseen(s, now))) {
             if (s->turns == MARK_TURNS) s->turns -= 3; /* the next ones get a mark each: how long is one of them? */
             return 1;
         }

@@ -51,6 +51,7 @@ extern int kvp_marks_asked;     /* by name: then on the embedded host runtime, t
 #define MARK_FEW 16          /* marks that may stand in a stream with twice MARK_BUSY_LIMIT submissions */
 #define MARK_TURNS 8         /* copies that take turns so often are one run, of MARK_TURNS_RUN */
 #define MARK_TURNS_RUN 64
+#define MARK_TURNS_BYTES (128 << 10) /* of one; those that are larger take much longer than a mark */
 #define MARK_PROBE_NS 5000000u
 #define MARK_STALE_NS 100000u /* so long without a submission: the helper ends the run */
 #define MARK_LONG_NS 1000000u /* so long without one, and the helper did not: nobody saw when it ended */
