@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvprobe.diagnosis import Finding, examine
@@ -192,3 +193,14 @@ def test_looks_end_where_a_call_of_theirs_fails_and_the_report_says_so(
     assert one is not None
     assert any("nobody looked at the GPU's own bytes" in said.text for said in one.evidence)
     assert any("failed with error 2" in said.text for said in one.evidence)
+
+
+def test_the_slots_of_a_look_are_counted(libraries: Path, tmp_path: Path) -> None:
+    """From one mark to the next: the submissions in between and the mark; around a look its copy and a mark as well."""
+    recording, _ = recorded(libraries, tmp_path, "steps(300)")
+    marks = recording.marks
+    marks = marks.where(marks["stream"] == np.bincount(marks["stream"]).argmax())
+    more = np.diff(marks["slots"]) - marks["count"][1:]
+    behind = np.searchsorted(marks["given_ns"], recording.destinations["time_ns"]) - 1
+    assert len(behind) >= 10 and set(more[behind].tolist()) == {3}
+    assert np.median(np.delete(more, behind)) == 1
