@@ -74,8 +74,8 @@ class CheckedLimit:
 @click.option(
     "--max-lost",
     metavar="SHARE|TIME",
-    help="Time that threads, copies or the GPU may lose because of one finding: 100ms, or 5% of the time of the "
-    "threads, copy engines or GPUs that lost it. The profiler's own work does not count.",
+    help="Most time that threads, copies or the GPU may lose because of one finding: 100ms. Or a share of their time: "
+    "5%. The profiler's own work does not count.",
 )
 @account_limits
 @click.option("--no", "banned", multiple=True, metavar="CAUSE", help="A cause that must not be found; may be repeated.")

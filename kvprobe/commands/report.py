@@ -113,13 +113,13 @@ def _print_unnamed(verdict: Verdict, findings: Examination, look: LookNext | Non
     click.echo(plain(f"{'Warning' if verdict.state == 'found' else 'Healthy'}: {said}."))
     for one in [one for one in findings if not one.abstains and one.lost_ns][:1]:
         click.echo(plain(f"For information: {one.title}{waited_text(one)}"))
-    if look is not None:
-        click.echo(plain(f"Look at next: {look.text}"))
-        click.echo(plain(f"To narrow it down: {look.narrower}"))
     if verdict.state == "found":
         for lack in verdict.missing[:1]:
             click.echo(plain(f"Not decided: {lack.what}"))
             click.echo(plain(f"To decide it: {lack.how}"))
+    if look is not None:
+        click.echo(plain(f"Look at next: {look.text}"))
+        click.echo(plain(f"To narrow it down: {look.narrower}"))
 
 
 def _print_found(recording: Recording, named: Sequence[Finding], small: Sequence[Finding]) -> None:

@@ -221,8 +221,12 @@ def not_known_of(gpu: GpuAccount) -> MissingPart | None:
         return None
     why = max(unknown, key=lambda reason: unknown[reason])
     if why in OPEN:  # that nothing ran is known
-        what = f"for {percent_text(share)} of the time the GPU had nothing to run, and {why.text}"
-        return MissingPart(what, _REQUESTS)
+        open_ns = {one: unknown[one] for one in OPEN if unknown.get(one, 0) >= OPEN_SHARE * gpu.window_ns}
+        reasons = f", and {why.text}"
+        if len(open_ns) > 1:
+            parts = (f"for {percent_text(ns / gpu.window_ns)}, {one.text}" for one, ns in open_ns.items())
+            reasons = ": " + "; and ".join(parts)
+        return MissingPart(f"for {percent_text(share)} of the time the GPU had nothing to run{reasons}", _REQUESTS)
     what = f"for {percent_text(share)} of the time, it is not known what the GPU did, because {why.text}"
     return MissingPart(what, _DEVICE)
 

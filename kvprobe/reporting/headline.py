@@ -344,7 +344,7 @@ def of_recording(
     if first.severity == "info":  # what the GPU waited is spread over many causes
         look = look_next(recording, findings)
         said = [f"{one[:1].upper()}{one[1:]}." for one in (look.text, look.narrower)] if look else []
-        said += [f"Not decided: {one.what}. To decide it: {one.how}." for one in judged.missing[:1]]
+        said[:0] = [f"Not decided: {one.what}. To decide it: {one.how}." for one in judged.missing[:1]]
         headline = f"{judged.reason[:1].upper()}{judged.reason[1:]}{NO_CAUSE}."
         return PageHead("warning", headline, "", facts, [*map(cure_parts, said)], action="Where to look next")
     headline = first.title.rstrip(".") + "."
