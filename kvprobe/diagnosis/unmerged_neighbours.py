@@ -23,6 +23,8 @@ saves more, but kvprobe does not predict how much.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, NotLookedFor, cause_of
@@ -84,18 +86,20 @@ def find(joined: JoinedRecording) -> Finding | None:
     if total < NOTABLE_NS or total < LEAST_SHARE * span:
         return None
     between = near(joined).gap_ns[rows]
-    return joined.host_finding(
+    worth_it = total + int(between[between < PAUSE_NS].sum()) >= WORTH_A_CHANGE * span
+    finding = joined.host_finding(
         CAUSE,
         "{calls} copies could have been merged with the copy before them: their calls took {lost}",
         "likely",
         rows,
         ns,
-        severity="warning" if total + int(between[between < PAUSE_NS].sum()) >= WORTH_A_CHANGE * span else "info",
+        severity=None if worth_it else "info",
         evidence=[*_of_copies(joined, rows, ns), *_of_the_link(joined, rows)],
         reason="where an allocation or a registration ends is not recorded, and no copy may reach over it; nor is what "
         "the thread did between two calls: a source that it filled only then would be copied later",
         cure=CURE,
     )
+    return replace(finding, severity="warning") if finding and finding.severity == "critical" else finding
 
 
 def _of_copies(joined: JoinedRecording, rows: Array, ns: Array) -> list[Evidence]:

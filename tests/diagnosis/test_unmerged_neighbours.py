@@ -48,6 +48,29 @@ def test_below_a_twentieth_of_the_callers_time_with_what_passes_between_the_call
     assert named(examine(recording(bursts(range(100), pause_ns=pause_ns)))).severity == severity
 
 
+def beside_a_kernel(calls, whole):
+    """The same with kernels on a stream of their own: one from the first call to the last, or two at the ends."""
+    made = recording([*calls, {"kind": CallKind.LAUNCH, "stream": 1}])
+    start, end = made.calls["start_ns"], made.calls["end_ns"]
+    first, last = int(start[0]), int(end[-2])
+    ran = [(first, last)] if whole else [(first - 2_000, first), (last, last + 2_000)]
+    ones = np.ones(len(ran), dtype=np.int64)
+    kernels = {"start_ns": [one[0] for one in ran], "end_ns": [one[1] for one in ran], "engine": ones * Engine.KERNEL}
+    made.tables["executions"] = Table(
+        "executions", {**kernels, "stream": ones, "process": 0 * ones, "correlation": 0 * ones + 1}
+    )
+    correlation = np.where(made.calls["kind"] == CallKind.LAUNCH, 1, -1)
+    made.tables["calls"] = Table("calls", {**made.calls.columns, "correlation": correlation})
+    made.has_executions = True
+    return made
+
+
+def test_calls_beside_a_kernel_that_runs_all_the_time_are_a_remark():
+    """They cost the thread time, and the GPU none: nobody waits for the thread."""
+    assert named(examine(beside_a_kernel(bursts(range(100)), whole=True))).severity == "info"
+    assert named(examine(beside_a_kernel(bursts(range(100)), whole=False))).severity == "warning"
+
+
 @pytest.mark.parametrize(
     "calls",
     [
