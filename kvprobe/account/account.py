@@ -14,6 +14,7 @@ from typing import cast
 import numpy as np
 
 from kvprobe.account.activity import Activity, activities
+from kvprobe.account.counted import by_counts
 from kvprobe.account.gpu import BEGINS_NS, links_of, stretches_of
 from kvprobe.account.lines import COPIES, HOST, OPEN, Line, Unknown
 from kvprobe.account.not_kept import fill_not_kept
@@ -46,7 +47,7 @@ class GpuAccount:
         kernels: how many of them compute, graphs in one piece among them.
         links: the rates that its copies are compared with, to the GPU and from it; 0 where it made none.
         link_busy_ns: how long copies ran in the window, to the GPU and from it.
-        samples: what is known by stretches in which the GPU was seen, where it was not.
+        samples: what is not measured and known otherwise: by stretches in which the GPU was seen, or by counts.
         behind: where operations began that stood behind a host function in their stream, ascending, and the row of the
             call that put it there (`host_functions.UNNAMED` where that was not kept). An idle stretch in front of one
             is nobody's doing (`Stretches.caller`), and in the line of other code.
@@ -166,6 +167,8 @@ class GpuAccount:
             "not_known_ns": {reason.key: ns for reason, ns in self.unknown_ns().items()},
             "by_samples_ns": self.samples.ns + self.samples.host_ns,
             "by_samples_error_ns": self.samples.error_ns if self.samples.ns + self.samples.host_ns else 0,
+            "by_counts_ns": self.samples.counted_ns,
+            "by_counts_error_ns": self.samples.counted_error_ns,
         }
 
 
@@ -346,8 +349,9 @@ def account_of(joined: Joined) -> Account:
     gpus = []
     for gpu in activities(joined):
         begin = _begin(joined, gpu)
-        stretches = stretches_of(joined, gpu, threads, begin, max(serving.end_ns, begin))
-        samples = fill_not_kept(stretches, threads, fill(stretches, gpu, threads))
+        whole = stretches_of(joined, gpu, threads, begin, max(serving.end_ns, begin))
+        stretches, counts = by_counts(whole, gpu)
+        samples = fill_not_kept(stretches, threads, fill(stretches, gpu, threads, counts))
         inside = (gpu.end > begin) & (gpu.start < serving.end_ns)
         gpus.append(
             GpuAccount(

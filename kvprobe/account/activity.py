@@ -62,6 +62,7 @@ class Activity:
         entered, returned: when the call that submitted it was entered and had returned, ns.
         behind: the call that put a host function into its stream, between it and what stood before it there; a row of
             the calls, NOBODY where there is none, UNNAMED where the call was not kept.
+        error_ns: of each operation, so much may be of another kind, as it was not measured; 0: it was; empty: all were.
         seen_from, seen_to: disjoint, ascending intervals in which all of its operations are known; None: at all times.
         paused_from, paused_to: the same, in which its recorder did not look, as that would have cost too much.
     """
@@ -78,6 +79,7 @@ class Activity:
     entered: Array | OfCalls = field(default_factory=_nothing)
     returned: Array | OfCalls = field(default_factory=_nothing)
     behind: Array = field(default_factory=_nothing)
+    error_ns: Array = field(default_factory=_nothing)
     seen_from: Array | None = None
     seen_to: Array | None = None
     paused_from: Array = field(default_factory=_nothing)
@@ -182,6 +184,7 @@ def _of_spans(joined: Joined) -> Iterator[Activity]:
             entered[rows],
             returned[rows],
             of_spans(joined, rows),
+            spans["error_ns"][rows],
             seen_from,
             seen_to,
             paused_from,

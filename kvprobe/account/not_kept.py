@@ -43,7 +43,7 @@ def fill_not_kept(cut: Stretches, threads: Threads, samples: Samples) -> Samples
         line, shares = _later(cut, threads, caller, kept)
         error = math.hypot(_error(shares), _unlike(threads, caller, kept, begin)) * ns if len(line) else ns
         error = math.hypot(error, samples.error_ns if samples.ns else 0)
-        if error > MOST * (end - begin):
+        if error + samples.counted_error_ns > MOST * (end - begin):
             continue
         mine = _not_kept(cut) & (cut.caller == caller)
         told = cut.sum_ns(mine & ~cut.sampled)

@@ -24,7 +24,7 @@ what was not seen may be anything (1 - 0.05 ** (1 / looks) of it: else one of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -32,9 +32,9 @@ import numpy as np
 
 from kvprobe.account.activity import Activity
 from kvprobe.account.lines import COPIES, Line, Unknown
-from kvprobe.account.stretches import NOBODY, Stretches
+from kvprobe.account.stretches import NOBODY, How, Stretches
 from kvprobe.account.threads import KEPT_NS, Threads
-from kvprobe.recordings.intervals import distinct
+from kvprobe.recordings.intervals import Cover, distinct
 from kvprobe.recordings.model import Array, CallKind
 
 __all__ = ["COVERED", "DRAWS", "MOST", "Samples", "fill", "put"]
@@ -62,12 +62,21 @@ class Samples:
         ns: of the window, known by them.
         error_ns: a line is that far from the truth at most, in 19 cases of 20.
         host_ns: of the rest, what the GPU's thread did is known by later calls (`not_kept`).
+        counted_ns: of the window, known by how many kernels and copies ran (`counted`).
+        counted_error_ns: a line is that much farther from the truth for it; what is known by samples of it included.
     """
 
     count: int = 0
     ns: int = 0
     error_ns: int = 0
     host_ns: int = 0
+    counted_ns: int = 0
+    counted_error_ns: int = 0
+
+    @property
+    def estimated_error_ns(self) -> int:
+        """How far a line is from the truth at most, for all that is not seen: the one may add to the other."""
+        return self.counted_error_ns + (self.error_ns if self.ns + self.host_ns else 0)
 
 
 class _Joint(NamedTuple):
@@ -98,15 +107,19 @@ class _Seen(NamedTuple):
         return len(np.unique(self.of[self.weight > 0]))
 
 
-def fill(cut: Stretches, gpu: Activity, threads: Threads) -> Samples:
-    """Gives pauses of the recorder the lines of the stretches around them, in place; `threads` cover the window."""
+def fill(cut: Stretches, gpu: Activity, threads: Threads, samples: Samples) -> Samples:
+    """Gives pauses of the recorder the lines of the stretches around them, in place.
+
+    `threads` cover the window; of `samples` there is what is known by counts, and with it by how much stretches are
+    wrong, and the pauses for them.
+    """
     if gpu.seen_from is None or gpu.seen_to is None or not len(gpu.paused_from) or not len(cut.line):
-        return Samples()
+        return samples
     begin, end = int(cut.edges[0]), int(cut.edges[-1])
     stretches = _stretches(gpu, begin, end)
     gaps = _gaps(stretches, gpu, begin, end)
     if not gaps:
-        return Samples()
+        return samples
     table, number = np.unique(
         np.stack((cut.line, cut.caller, cut.detail)).astype(np.int64), axis=1, return_inverse=True
     )
@@ -114,15 +127,28 @@ def fill(cut: Stretches, gpu: Activity, threads: Threads) -> Samples:
     seen = _seen(joint, stretches, gaps)
     calls = _calls(gpu, threads, seen)
     error, speed = _error(seen, calls, np.eye(LINES)[table[0]])
-    if error > MOST * (end - begin):
-        return Samples(seen.stretches, 0, int(error))
+    counted = _counted(cut, gaps, samples)
+    if error + counted.counted_error_ns > MOST * (end - begin):
+        return replace(samples, count=seen.stretches, error_ns=int(error))
     mean = OF_ALL * seen.shares.mean(axis=0)
     pieces = []
     for (start, stop), near in zip(gaps, seen.near, strict=True):
         weights = (seen.shares[near].mean(axis=0) + mean).reshape(LINES, -1)
         pieces.append(_filled(joint, start, stop, _at_speed(weights, table[0], speed)))
     put(cut, table, np.concatenate([one[0] for one in pieces]), np.concatenate([one[1] for one in pieces]), gaps)
-    return Samples(seen.stretches, cut.sum_ns(cut.sampled), int(error))
+    return replace(counted, count=seen.stretches, ns=cut.sum_ns(cut.sampled), error_ns=int(error))
+
+
+def _counted(cut: Stretches, gaps: list[tuple[int, int]], samples: Samples) -> Samples:
+    """What is known by counts outside of pauses; pauses that are told by that have as much of its error."""
+    mine = np.flatnonzero(cut.how == How.COUNTED)
+    if not len(mine):
+        return samples
+    cover, pauses = Cover(cut.start[mine], cut.end[mine]), np.array(gaps).T
+    left = cover.total_ns - int(cover.within(*pauses).sum())
+    seen = int(cut.edges[-1] - cut.edges[0] - (pauses[1] - pauses[0]).sum())
+    times = left / cover.total_ns * (cut.edges[-1] - cut.edges[0]) / max(seen, 1)
+    return replace(samples, counted_ns=left, counted_error_ns=int(samples.counted_error_ns * times))
 
 
 def _stretches(gpu: Activity, begin: int, end: int) -> list[tuple[int, int]]:
@@ -368,11 +394,9 @@ def put(cut: Stretches, table: Array, begin: Array, number: Array, gaps: list[tu
         np.concatenate((column[~inside], table[row][number]))
         for row, column in enumerate((cut.line, cut.caller, cut.detail))
     )
-    sampled = np.concatenate((np.zeros(int((~inside).sum()), dtype=bool), np.ones(len(begin), dtype=bool)))
-    sampled &= ~((line == Line.NOT_KNOWN) & (detail == Unknown.NOT_COVERED))
+    how = np.concatenate((cut.how[~inside], np.full(len(begin), How.SAMPLED, dtype=np.uint8)))
+    how[(line == Line.NOT_KNOWN) & (detail == Unknown.NOT_COVERED)] = How.SEEN
     order = np.argsort(start, kind="stable")
-    made = Stretches.of(
-        np.append(start[order], cut.edges[-1]), line[order], caller[order], detail[order], sampled[order]
-    )
+    made = Stretches.of(np.append(start[order], cut.edges[-1]), line[order], caller[order], detail[order], how[order])
     cut.edges, cut.line, cut.caller, cut.detail = made.edges, made.line, made.caller, made.detail
-    cut.cause, cut.sampled = made.cause, made.sampled
+    cut.cause, cut.how = made.cause, made.how

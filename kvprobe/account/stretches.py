@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum, unique
 
 import numpy as np
 
@@ -11,9 +12,18 @@ from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import ascending
 from kvprobe.recordings.model import Array
 
-__all__ = ["NOBODY", "Stretches", "marks", "overlay"]
+__all__ = ["NOBODY", "How", "Stretches", "marks", "overlay"]
 
 NOBODY = -1
+
+
+@unique
+class How(IntEnum):
+    """How a stretch is known."""
+
+    SEEN = 0
+    SAMPLED = 1  # by what the GPU or its thread did at other times (`samples`, `not_kept`)
+    COUNTED = 2  # by how many kernels and copies ran (`counted`)
 
 
 @dataclass
@@ -26,7 +36,7 @@ class Stretches:
         caller: whose doing it is, as `Joined.caller`; NOBODY where that is nobody's, int32.
         detail: of what is not known the reason (`lines.Unknown`), int8; -1 elsewhere.
         cause: the number of the cause that explains it, int16; NOBODY where none does.
-        sampled: what the GPU did was not seen there, but before and after (`samples`), bool.
+        how: whether it was seen, or estimated (How), uint8.
     """
 
     edges: Array
@@ -34,18 +44,18 @@ class Stretches:
     caller: Array
     detail: Array
     cause: Array
-    sampled: Array
+    how: Array
 
     @classmethod
-    def of(cls, edges: Array, line: Array, caller: Array, detail: Array, sampled: Array | None = None) -> Stretches:
+    def of(cls, edges: Array, line: Array, caller: Array, detail: Array, how: Array | None = None) -> Stretches:
         """Neighbours that are alike become one; nothing is explained yet."""
         keep = edges[1:] > edges[:-1]
         line, caller, detail = line[keep], caller[keep], detail[keep]
-        sampled = np.zeros(len(line), dtype=bool) if sampled is None else sampled[keep]
+        how = np.full(len(line), How.SEEN, dtype=np.uint8) if how is None else how[keep]
         begins = edges[:-1][keep]
         new = np.ones(len(line), dtype=bool)
         new[1:] = (line[1:] != line[:-1]) | (caller[1:] != caller[:-1]) | (detail[1:] != detail[:-1])
-        new[1:] |= sampled[1:] != sampled[:-1]
+        new[1:] |= how[1:] != how[:-1]
         first = np.flatnonzero(new)
         ends = np.append(begins[first], edges[-1:])
         cause = np.full(len(first), NOBODY, dtype=np.int16)
@@ -55,7 +65,7 @@ class Stretches:
             caller[first].astype(np.int32),
             detail[first].astype(np.int8),
             cause,
-            sampled[first],
+            how[first],
         )
 
     @property
@@ -73,6 +83,12 @@ class Stretches:
         """How long each is."""
         length: Array = self.edges[1:] - self.edges[:-1]
         return length
+
+    @property
+    def sampled(self) -> Array:
+        """Mask: what the GPU did was not seen there, but before and after."""
+        mask: Array = self.how == How.SAMPLED
+        return mask
 
     def sum_ns(self, mask: Array) -> int:
         """How long those of a mask are together."""
@@ -96,7 +112,7 @@ class Stretches:
         fresh[1:] &= knots[1:] != knots[:-1]
         if fresh.any():
             place = at[fresh]
-            for name in ("line", "caller", "detail", "cause", "sampled"):
+            for name in ("line", "caller", "detail", "cause", "how"):
                 column = getattr(self, name)
                 setattr(self, name, np.insert(column, place, column[place - 1]))
             self.edges = np.insert(self.edges, place, knots[fresh])

@@ -45,6 +45,8 @@ class GpuJson(TypedDict):
     waiting_for_copies_ns, waiting_for_host_ns: by line; not_known_ns: by reason. More lines may come.
     by_samples_ns: of all lines, what was not seen and is told by stretches before and after, or by later calls where
     calls were not kept; by_samples_error_ns: how far a line may be from the truth for that.
+    by_counts_ns: of all lines, what is told by how many kernels and copies ran between two marks, and how long such
+    kernels and copies take elsewhere; by_counts_error_ns: how much farther a line may be from the truth for that.
     """
 
     gpu: int
@@ -60,6 +62,8 @@ class GpuJson(TypedDict):
     not_known_ns: dict[str, int]
     by_samples_ns: int
     by_samples_error_ns: int
+    by_counts_ns: int
+    by_counts_error_ns: int
 
 
 class ThreadJson(TypedDict):

@@ -7,6 +7,9 @@ runs of kernels alone, from the shortest tenth of those to the longest; and they
 take as long as in runs of copies alone. Copies that are large tell the link's rate, and a computed length would not:
 runs with such copies are not told. Both bounds must be known and leave less than 2 * MOST of the run open: its
 kernels get the middle, and so are right to MOST of it. Else what the run was is not told.
+
+Each piece says its part of that error: half of what the bounds leave open. Both bounds come from the same runs of one
+kind, so the errors of many runs add up.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ __all__ = ["PACE", "PACE_NS", "Mixed", "Runs", "divide", "is_late", "runs_of"]
 # before a pause may have drifted since: beside that, a part of the run's length.
 PACE_NS, PACE = 10_000, 0.25
 KERNEL, COPIES, KINDS = 1, (2, 3, 4), 9  # of enum mark_kind
+LINK, INSIDE = (2, 3), 4  # of these copies
 DIRECTIONS = {2: Direction.H2D, 3: Direction.D2H, 4: Direction.D2D}
 MOST = 0.04  # of a run
 FEWEST = 4  # runs of one kind, that tell how long one of it takes
@@ -121,9 +125,9 @@ def divide(mixed: Mixed, runs: Runs, most: int) -> tuple[Array, dict[str, Array]
     Returns:
         Mask over the runs: those that are told; and the columns of `spans` of their pieces.
     """
-    known, took = _lengths(mixed, runs)
+    known, took, error = _lengths(mixed, runs)
     rows = np.flatnonzero(known)
-    count, took = mixed.many[rows], took[rows]
+    count, took, error = mixed.many[rows], took[rows], error[rows]
     there = count > 0
     rounds = np.minimum(np.where(there, count, np.iinfo(np.int64).max).min(axis=1, initial=most), most)
     order = [*COPIES, KERNEL]
@@ -140,6 +144,7 @@ def divide(mixed: Mixed, runs: Runs, most: int) -> tuple[Array, dict[str, Array]
         part: Array = total * (number + 1) // many - total * number // many
         return part
 
+    wrong = np.ceil(took * (error / np.maximum(took.sum(axis=1), 1))[:, None]).astype(np.int64)[run, kind]
     begins = mixed.start[row] + mixed.length[row] * number // many + (before[run, kind] / many).astype(np.int64)
     directions = np.array([DIRECTIONS.get(one, Direction.UNKNOWN) for one in range(KINDS)], dtype=np.uint8)
     return known, {
@@ -153,11 +158,16 @@ def divide(mixed: Mixed, runs: Runs, most: int) -> tuple[Array, dict[str, Array]
         "bytes": share(mixed.bytes[row, kind]),
         "count": share(mixed.many[row, kind]),
         "graph": np.full(len(row), -1, dtype=np.int64),
+        "error_ns": np.where(wrong > 0, np.maximum(share(wrong), 1), 0),
     }
 
 
-def _lengths(mixed: Mixed, runs: Runs) -> tuple[Array, Array]:
-    """Which runs are told, and how long each of their kinds took, (runs,) and (runs, KINDS) ns."""
+def _lengths(mixed: Mixed, runs: Runs) -> tuple[Array, Array, Array]:
+    """Which runs are told, how long each of their kinds took, and by how much that may be wrong between kinds.
+
+    (runs,), (runs, KINDS) and (runs,) ns. Between kernels, copies of the link and copies inside the GPU, that is: no
+    error is 0 but where a run holds one of them alone.
+    """
     others = [one for one in range(KINDS) if one != KERNEL and one not in COPIES]
     copies, kernels = mixed.many[:, COPIES], mixed.many[:, KERNEL]
     low, high = _bounds(mixed, runs)
@@ -179,7 +189,23 @@ def _lengths(mixed: Mixed, runs: Runs) -> tuple[Array, Array]:
     one = np.maximum(mixed.alone[:, COPIES] - runs.mark_ns, mixed.alone[:, COPIES] / 3)
     paced = copies * one * np.minimum(mixed.length / np.maximum((copies * one).sum(axis=1), TINY), 1)[:, None]
     took[:, COPIES] = np.where(mixed.late[:, None], weight * rest[:, None], paced)
-    return known, took
+    return known, took, _error(mixed, (low, high), np.abs(most - least) / 2, took)
+
+
+def _error(mixed: Mixed, bounds: tuple[Array, Array], kernels: Array, took: Array) -> Array:
+    """How far the time of any kind may be from the truth, (runs,) ns; where there are kernels, theirs is `kernels`.
+
+    Copies inside the GPU beside others have bounds, too: what they take elsewhere, and what all else leaves.
+    """
+    low, high = bounds
+    has = mixed.many > 0
+    link, inside = has[:, LINK].any(axis=1), has[:, INSIDE]
+    least = np.maximum(low[:, INSIDE], mixed.length - high[:, LINK].sum(axis=1) - high[:, KERNEL])
+    most = np.minimum(high[:, INSIDE], mixed.length - low[:, LINK].sum(axis=1) - low[:, KERNEL])
+    off = np.maximum(most - took[:, INSIDE], took[:, INSIDE] - least)
+    error = np.maximum(np.where(has[:, KERNEL], kernels, 1), np.where(inside & link, off, 1))
+    several = np.stack((has[:, KERNEL], link, inside)).sum(axis=0) > 1
+    return np.where(several & mixed.late, error, 0)
 
 
 def _bounds(mixed: Mixed, runs: Runs) -> tuple[Array, Array]:

@@ -105,6 +105,7 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "bytes": "int64",
         "count": "int32",  # submissions in it
         "graph": "int64",  # row of `graphs`' id; -1 not a graph
+        "error_ns": "int64",  # so much may be of another kind, as its length was computed (`mixed_runs`); 0 measured
     },
     # Intervals in which `spans` are complete, and others with the reason why they are not; "" where they are.
     "coverage": {

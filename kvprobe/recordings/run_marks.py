@@ -260,6 +260,7 @@ def _spans(
         "bytes": share(records["bytes"].astype(np.int64)),
         "count": share(count),
         "graph": graph[row],
+        "error_ns": np.zeros(len(row), dtype=np.int64),
     }
 
 

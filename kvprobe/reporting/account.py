@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvprobe.account import COPIES, HOST, LINE_TITLES, Account, GpuAccount, Line, ThreadAccount
+from kvprobe.account.stretches import How
 from kvprobe.reporting.streams import recorders_thread, submitters_thread, thread_title
 from kvprobe.reporting.units import duration, percent, rate
 from kvprobe.reporting.views import Bar, BarPart, Section, TableView, table
@@ -36,7 +37,7 @@ def _lines(gpu: GpuAccount) -> Iterator[tuple[str, int, float]]:
     """Title, ns and share of each line that has any time, what is not known by its reasons."""
     for line in _ORDER[:-1]:
         if ns := gpu.ns(line):
-            yield LINE_TITLES[line] + _link(gpu, line) + _sampled(gpu, line), ns, ns / gpu.window_ns
+            yield LINE_TITLES[line] + _link(gpu, line) + _estimated(gpu, line), ns, ns / gpu.window_ns
     for reason, ns in gpu.unknown_ns().items():
         yield f"not known: {reason.text}", ns, ns / gpu.window_ns
 
@@ -54,15 +55,18 @@ def _link(gpu: GpuAccount, line: Line) -> str:
     return f" (link: {rate(most.bytes_per_s)}{', assumed' if most.assumed else ''})"
 
 
-def _sampled(gpu: GpuAccount, line: Line) -> str:
-    """How much of a line is known by samples or by later calls alone, and how far it may be off."""
-    cut = gpu.stretches
-    ns = cut.sum_ns(cut.sampled & (cut.line == line))
+def _estimated(gpu: GpuAccount, line: Line) -> str:
+    """How much of a line is known by samples, by later calls or by counts alone, and how far it may be off."""
+    cut, samples = gpu.stretches, gpu.samples
+    sampled, counted = (cut.sum_ns((cut.how == one) & (cut.line == line)) for one in (How.SAMPLED, How.COUNTED))
+    ns = sampled + counted
     if ns < SHOWN * gpu.window_ns or not ns:
         return ""
-    error = percent(gpu.samples.error_ns / gpu.window_ns)
-    by = [f"{gpu.samples.count} samples"] * bool(gpu.samples.ns) + ["later calls"] * bool(gpu.samples.host_ns)
-    return f" ({percent(ns / gpu.window_ns)} by {' and '.join(by)}, ± {error})"
+    error = percent(samples.estimated_error_ns / gpu.window_ns)
+    by = [f"{samples.count} samples"] * bool(sampled and samples.ns)
+    by += ["later calls"] * bool(sampled and samples.host_ns and line in HOST) + ["counts"] * bool(counted)
+    listed = " and ".join(filter(None, (", ".join(by[:-1]), by[-1])))
+    return f" ({percent(ns / gpu.window_ns)} estimated by {listed}, ± {error})"
 
 
 def account_lines(account: Account) -> list[str]:

@@ -39,8 +39,11 @@ class Program:
             at += kernel + int(chance.uniform(20, 60) * US)
         self.end = at
 
-    def account(self, kept_from: int = 0) -> GpuAccount:
-        """As it was recorded where only slow calls before step `kept_from` were kept; over all of it."""
+    def account(self, kept_from: int = 0, counted: float = 0.0) -> GpuAccount:
+        """As it was recorded where only slow calls before step `kept_from` were kept; over all of it.
+
+        `counted`: kernels are known by counts, and so much of them may be wrong.
+        """
         recording = Recording([Source("made", "trace")], names=["", "cudaMemcpyAsync", "cudaStreamSynchronize"])
         every, spans = np.array(self.calls), np.array(self.spans)
         first = int(every[kept_from * 41, 0])
@@ -61,7 +64,14 @@ class Program:
         )
         engine = np.full(len(spans), Engine.KERNEL)
         recording.tables["spans"] = Table(
-            "spans", {"start_ns": spans[:, 0], "end_ns": spans[:, 1], "engine": engine, "count": np.ones(len(spans))}
+            "spans",
+            {
+                "start_ns": spans[:, 0],
+                "end_ns": spans[:, 1],
+                "engine": engine,
+                "count": np.ones(len(spans)),
+                "error_ns": np.ceil(counted * (spans[:, 1] - spans[:, 0])),
+            },
         )
         recording.tables["coverage"] = Table("coverage", {"start_ns": [0], "end_ns": [self.end]})
         recording.tables["streams"] = Table("streams", {"process": [0], "handle": [7]})
@@ -86,6 +96,17 @@ def test_time_in_calls_that_were_not_kept_is_not_said_to_be_the_threads_own(seed
     assert " by later calls, ± " in submitting
     told = gpu.to_json()
     assert told["by_samples_ns"] > 0.3 * gpu.window_ns and told["by_samples_error_ns"] < MOST * gpu.window_ns
+
+
+def test_it_stays_unknown_where_its_error_and_that_of_counts_are_too_large_together() -> None:
+    """Kernels take 55% of the time: 9% of that is 4.98 points, and what later calls tell has an error of 0.4 points."""
+    program = Program(0)
+    for counted, known in ((0.06, True), (0.09, False)):
+        gpu = program.account(kept_from=400, counted=counted)
+        told = gpu.to_json()
+        assert told["by_counts_error_ns"] == pytest.approx(counted * gpu.ns(Line.COMPUTING), rel=0.01)
+        assert told["by_counts_error_ns"] + told["by_samples_error_ns"] < MOST * gpu.window_ns
+        assert (told["by_samples_ns"] > 0.3 * gpu.window_ns) == known
 
 
 def test_a_time_before_that_was_another_by_the_sums_is_not_known() -> None:

@@ -72,9 +72,15 @@ class Program:
         self.end = at
 
     def account(
-        self, stretches: list[tuple[int, int]] | None = None, holes: list[tuple[int, int]] | None = None
+        self,
+        stretches: list[tuple[int, int]] | None = None,
+        holes: list[tuple[int, int]] | None = None,
+        counted: float = 0.0,
     ) -> GpuAccount:
-        """As it was recorded in some stretches, or throughout; in `holes` of them something was missed."""
+        """As it was recorded in some stretches, or throughout; in `holes` of them something was missed.
+
+        `counted`: what runs is known by counts, and so much of it may be wrong.
+        """
         names = ["", "cudaMemcpyAsync", "cudaStreamSynchronize", *REASONS[1:]]
         recording = Recording([Source("made", "trace")], names=names)
         seen = stretches or [(0, self.end)]
@@ -107,6 +113,7 @@ class Program:
                 "direction": np.where(copies, int(Direction.H2D), 0),
                 "bytes": np.where(copies, 30 << 20, 0),
                 "count": np.ones(len(spans)),
+                "error_ns": np.ceil(counted * (spans[:, 1] - spans[:, 0])),
             },
         )
         missed = holes or []
@@ -276,3 +283,30 @@ def test_lines_say_how_much_of_them_is_by_samples() -> None:
     (computing,) = (one for one in lines if "computing" in one)
     assert f" by {gpu.samples.count} samples, ± " in computing
     assert not any("samples" in one for one in account_lines(Account([program.account()], [])))
+
+
+def test_what_stretches_have_wrong_pauses_have_wrong_too() -> None:
+    """Everything that runs is known by counts, to 2%: so is all that is told by it."""
+    program = Program(2.4, 6)
+    gpu = program.account(stretches(program.end, 6), counted=0.02)
+    told, busy = gpu.to_json(), gpu.share(Line.COMPUTING, *COPIES)
+    assert told["by_counts_error_ns"] == pytest.approx(0.02 * busy * gpu.window_ns, rel=0.05)
+    assert told["by_counts_ns"] + told["by_samples_ns"] <= gpu.window_ns
+    assert told["by_samples_error_ns"] == program.account(stretches(program.end, 6)).to_json()["by_samples_error_ns"]
+    (computing,) = (one for one in account_lines(Account([gpu], [])) if "computing" in one)
+    error = 100 * (told["by_counts_error_ns"] + told["by_samples_error_ns"]) / gpu.window_ns
+    assert f" estimated by {gpu.samples.count} samples and counts, ± {error:.1f}%)" in computing
+
+
+def test_where_both_errors_together_are_too_large_pauses_stay_unknown() -> None:
+    program = Program(2.4, 6)
+    seen = stretches(program.end, 6)
+    sure, gpu = program.account(seen), program.account(seen, counted=0.05)
+    assert (
+        sure.samples.error_ns
+        < MOST * gpu.window_ns
+        < sure.samples.error_ns + 0.05 * sure.share(Line.COMPUTING, *COPIES) * sure.window_ns
+    )
+    told = gpu.to_json()
+    assert sure.to_json()["by_samples_ns"] and not told["by_samples_ns"]
+    assert unknown(gpu) > 0.8 and told["by_counts_error_ns"] == pytest.approx(0.05 * told["by_counts_ns"], rel=0.01)

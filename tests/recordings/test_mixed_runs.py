@@ -13,7 +13,7 @@ from kvprobe.recordings.run_marks import REASONS, marks
 from kvprobe.recordings.vocabulary import Names
 
 US, KIB = 1_000, 1 << 10
-KERNELS, LOADS, STORES, WAITS = 1, 2, 3, 7  # of enum mark_kind
+KERNELS, LOADS, STORES, INSIDE, WAITS = 1, 2, 3, 4, 7  # of enum mark_kind
 UNTOLD, UNSEEN = REASONS.index("several kinds of work that could not be told apart"), 5
 LATE = 10**6  # us
 Run = tuple[int, int, dict[int, int], int]  # when it begins and ends, us; how many of each kind; how late its mark was
@@ -131,11 +131,35 @@ def test_copies_alone_are_copies_whichever_way_each_goes() -> None:
     begin = runs[-1][1]
     recording = read([*runs, (begin, begin + 500, {LOADS: 50, STORES: 50}, LATE)])
     assert not untold(recording)
+    assert not recording.spans["error_ns"].any()
     assert lasted(recording, Engine.COPY, begin) == pytest.approx(500, abs=5)
     spans = recording.spans
     late = spans["start_ns"] >= begin * US
     stored = late & (spans["direction"] == Direction.D2H)
     assert (spans["end_ns"] - spans["start_ns"])[stored].sum() == pytest.approx(333 * US, rel=0.1)
+
+
+def test_a_run_that_is_divided_says_half_of_what_its_bounds_leave_open_and_errors_add_up() -> None:
+    """A kernel takes 293 us, without its mark, to 305 us; a hundred loads take at most 300 us of the 898 us."""
+    runs = known([295, 305], 3)
+    begin, half = runs[-1][1], (2 * 305 - (900 - 2.3 - 300)) / 2
+    for many in (1, 2):
+        more = [(begin + 900 * n, begin + 900 * n + 900, {LOADS: 100, KERNELS: 2}, LATE) for n in range(many)]
+        spans = read([*runs, *more]).spans
+        divided = spans["start_ns"] >= begin * US
+        assert not spans["error_ns"][~divided].any()
+        assert (spans["error_ns"][divided] > 0).all()
+        assert spans["error_ns"].sum() == pytest.approx(many * half * US, abs=10)
+
+
+def test_copies_inside_the_gpu_may_have_taken_what_copies_beside_them_leave() -> None:
+    """Fifty loads take 150 us, so fifty copies inside the GPU took 350 us: nothing tells that these are longer."""
+    runs = known([], 3)
+    begin = runs[-1][1]
+    spans = read([*runs, (begin, begin + 500, {LOADS: 50, INSIDE: 50}, LATE)]).spans
+    inside = (spans["start_ns"] >= begin * US) & (spans["direction"] == Direction.D2D)
+    took = (spans["end_ns"] - spans["start_ns"])[inside].sum()
+    assert spans["error_ns"].sum() >= 350 * US - took - 10
 
 
 def test_large_copies_are_left_to_tell_the_link_s_rate() -> None:
