@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -282,6 +283,11 @@ def test_lines_say_how_much_of_them_is_by_samples() -> None:
     lines = account_lines(Account([gpu], []))
     (computing,) = (one for one in lines if "computing" in one)
     assert f" by {gpu.samples.count} samples, ± " in computing
+    gpu.samples = replace(gpu.samples, host_ns=1_000)  # later calls told some waiting for the host, and nothing else
+    lines = account_lines(Account([gpu], []))
+    (computing,), (other,) = ([one for one in lines if text in one] for text in ("computing", "in other code"))
+    assert f" by {gpu.samples.count} samples, ± " in computing
+    assert f" by {gpu.samples.count} samples and later calls, ± " in other
     assert not any("samples" in one for one in account_lines(Account([program.account()], [])))
 
 
