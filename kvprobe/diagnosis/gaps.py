@@ -8,14 +8,24 @@ from typing import NamedTuple
 import numpy as np
 
 from kvprobe.account import LINE_TITLES, OPEN, OUTSIDE_CALLS, Line
+from kvprobe.account.chain import hidden_beside_work
 from kvprobe.account.stretches import NOBODY
 from kvprobe.diagnosis.finding import EvidenceChart
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, distinct, in_time, union
-from kvprobe.recordings.model import Label
+from kvprobe.recordings.model import CallKind, Label
 
-__all__ = ["Gaps", "Outside", "gaps_chart", "idle_gaps", "nothing_to_do", "outside_calls"]
+__all__ = [
+    "Gaps",
+    "Outside",
+    "gaps_chart",
+    "hidden",
+    "idle_gaps",
+    "nothing_to_do",
+    "outside_calls",
+    "waited_before",
+]
 
 NO_WORK_NS = 1_000_000_000  # longer pauses: the server had no requests, or the recording cannot say
 
@@ -80,6 +90,30 @@ def outside_calls(joined: JoinedRecording, start: Array, end: Array, otherwise_n
         return Outside(otherwise_ns, ms(otherwise_ns))
     told = [f'{ms(ns)} "{LINE_TITLES[line].split(": ")[-1]}"' for line, ns in spent.items() if ns >= 0.005 * total]
     return Outside(total, ms(total) + (f" ({', '.join(told)})" if len(told) > 1 else ""))
+
+
+def hidden(joined: JoinedRecording, gaps: Gaps, mine: Array) -> int:
+    """How much of these gaps' preparation fits beside what the device does in the step before, ns."""
+    out = 0
+    table = joined.recording.executions
+    for process in np.unique(gaps.process[mine]):
+        theirs = table["process"] == process
+        working = Cover(joined.x_start[theirs], joined.x_end[theirs])
+        one = mine & (gaps.process == process)
+        out += hidden_beside_work(working, gaps.start[one], gaps.end[one], gaps.host_ns[one])
+    return out
+
+
+def waited_before(joined: JoinedRecording, gaps: Gaps) -> Array:
+    """Mask over gaps: the launching thread was in a call that waits for the device when the gap began."""
+    mask = np.zeros(len(gaps.start), dtype=bool)
+    waits = np.flatnonzero((joined.kind == CallKind.SYNC) & ~joined.nested)
+    for caller in distinct(joined.caller[gaps.call]):
+        theirs = joined.caller[gaps.call] == caller
+        mine = waits[joined.caller[waits] == caller]
+        cover = Cover(joined.start[mine], joined.end[mine])
+        mask[theirs] = cover.within(gaps.start[theirs] - 1, gaps.start[theirs]) > 0
+    return mask
 
 
 def gaps_chart(joined: JoinedRecording, gaps: Gaps, mine: Array) -> EvidenceChart:

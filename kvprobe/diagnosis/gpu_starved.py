@@ -35,15 +35,15 @@ from typing import NamedTuple
 import numpy as np
 
 from kvprobe.account import OUTSIDE_CALLS
-from kvprobe.account.chain import STEP_NS, hidden_beside_work
+from kvprobe.account.chain import STEP_NS
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
-from kvprobe.diagnosis.gaps import Gaps, Outside, gaps_chart, idle_gaps, nothing_to_do, outside_calls
+from kvprobe.diagnosis.gaps import Gaps, Outside, gaps_chart, hidden, idle_gaps, nothing_to_do, outside_calls
 from kvprobe.diagnosis.in_functions import WITH_STACK, outside_in_functions, without_functions
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.diagnosis.python_or_gil_bound import explained
 from kvprobe.diagnosis.server_options import with_options
 from kvprobe.recordings.assemble import among
-from kvprobe.recordings.intervals import Cover, distinct, in_time
+from kvprobe.recordings.intervals import distinct, in_time
 from kvprobe.recordings.model import CallKind, Direction
 
 CAUSE = cause_of(__name__)
@@ -77,7 +77,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         joined, joined.places(calls, ns), OUTSIDE_CALLS, gaps.start[mine], gaps.end[mine]
     )
     outside = outside_calls(joined, gaps.start[mine], gaps.end[mine], lost)
-    beside = _hidden(joined, gaps, mine)
+    beside = hidden(joined, gaps, mine)
     polls = _polls(joined, gaps, mine)
     did = "polled, or prepared" if polls.asked else "prepared"
     return joined.finding(
@@ -160,18 +160,6 @@ def _polls(joined: JoinedRecording, gaps: Gaps, mine: Array) -> _Polls:
         return _Polls(0)
     before = int((joined.start[first[polled]] - gaps.start[mine][polled]).sum())
     return _Polls(int(polled.sum()), before, joined.text(int(joined.name[first[polled][0]])))
-
-
-def _hidden(joined: JoinedRecording, gaps: Gaps, mine: Array) -> int:
-    """How much of these gaps' preparation fits beside what the device does in the step before, ns."""
-    out = 0
-    table = joined.recording.executions
-    for process in np.unique(gaps.process[mine]):
-        theirs = table["process"] == process
-        working = Cover(joined.x_start[theirs], joined.x_end[theirs])
-        one = mine & (gaps.process == process)
-        out += hidden_beside_work(working, gaps.start[one], gaps.end[one], gaps.host_ns[one])
-    return out
 
 
 def _evidence(gaps: Gaps, mine: Array, outside: Outside, beside: int, span: int) -> list[Evidence]:

@@ -7,7 +7,8 @@ back after the switch interval of 5 ms. Or the interpreter collects garbage.
 Signature: a gap is a time in which the GPU executes nothing, although the launch that ends the gap was made only after
 the gap began. Gaps belong to this cause if one of these is true:
  - There are many short gaps, one for each launch: at least 64 gaps below 200 µs, which together take at least a tenth
-   of the time. (Fewer short gaps belong to `waiting_for_host`.)
+   of the time. (Fewer short gaps belong to `waiting_for_host`.) If most of them begin while the thread waits for the
+   GPU, the finding says so, and the first change is not to wait after each kernel.
  - Long gaps (1 ms or more) last one or several switch intervals: hardly any long gap is shorter than 4.8 ms, the
    shortest are close to 5 ms, and at least a quarter are below 8 ms. Then other threads hold the lock, and each gives
    the lock up 5 ms after it was asked to.
@@ -45,6 +46,7 @@ collection, move the other work out of the process.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -54,7 +56,15 @@ from kvprobe.account.outside import waits_for_others
 from kvprobe.account.stretches import NOBODY
 from kvprobe.account.threads import runs_python
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, Where, cause_of
-from kvprobe.diagnosis.gaps import NO_WORK_NS, Gaps, gaps_chart, idle_gaps, outside_calls
+from kvprobe.diagnosis.gaps import (
+    NO_WORK_NS,
+    Gaps,
+    gaps_chart,
+    hidden,
+    idle_gaps,
+    outside_calls,
+    waited_before,
+)
 from kvprobe.diagnosis.in_functions import in_functions, outside_in_functions
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.diagnosis.pauses import long_pauses, waited_within
@@ -332,6 +342,7 @@ class _Signs(NamedTuple):
 
     Attributes:
         short: many, and each launch pays one.
+        waited: most of these begin while the thread waits for the GPU: it launches nothing before a kernel has ended.
         collected: garbage was collected for most of it.
         locked: they have the switch interval for a floor.
         sampled: a stack shows the thread without the lock.
@@ -339,6 +350,7 @@ class _Signs(NamedTuple):
     """
 
     short: Array
+    waited: Array
     collected: Array
     locked: Array
     sampled: Array
@@ -349,8 +361,13 @@ def _signs(joined: JoinedRecording, gaps: Gaps, span: int) -> _Signs:
     short = (gaps.host_ns > 0) & (gaps.host_ns < SHORT_NS)
     if short.sum() < MANY or int(gaps.host_ns[short].sum()) < LEAST_SHARE * span:
         short[:] = False
+    waited = short & waited_before(joined, gaps)
+    if 2 * waited.sum() <= short.sum():
+        waited[:] = False
     collected = 2 * gaps.gc_ns > gaps.host_ns
-    return _Signs(short, collected, _by_lock(joined, gaps), _by_stacks(joined, gaps), _by_os_calls(joined, gaps))
+    return _Signs(
+        short, waited, collected, _by_lock(joined, gaps), _by_stacks(joined, gaps), _by_os_calls(joined, gaps)
+    )
 
 
 def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
@@ -379,7 +396,8 @@ def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
     )
     return joined.finding(
         CAUSE,
-        "The GPU was idle for {lost}, in {calls} gaps, because Python was slow to launch kernels",
+        "The GPU was idle for {lost}, in {calls} gaps, because "
+        + ("the thread waits for each kernel" if signs.waited.any() else "Python was slow to launch kernels"),
         "likely",
         Loss(
             host,
@@ -392,7 +410,7 @@ def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
             in_calls=(Line.SUBMITTING,),
         ),
         evidence=[idle, *_evidence(gaps, signs), *functions],
-        cure=_cure(gaps, signs, max(host, 1)),
+        cure=[*_not_waiting(joined, gaps, signs), *_cure(gaps, signs, max(host, 1))],
         chart=gaps_chart(joined, gaps, mine),
     )
 
@@ -411,6 +429,12 @@ def _evidence(gaps: Gaps, signs: _Signs) -> list[Evidence]:
                 MEASURED,
             )
         )
+    if signs.waited.any():
+        count = int(signs.waited.sum())
+        text = (
+            f"{count:,} of these gaps began while the thread waited for the GPU: until then, it launched nothing more"
+        )
+        evidence.append(Evidence(text, count, "1", MEASURED))
     if signs.locked.any():
         typical = float(np.median(gaps.host_ns[signs.locked]))
         evidence.append(
@@ -440,15 +464,30 @@ def _evidence(gaps: Gaps, signs: _Signs) -> list[Evidence]:
     return evidence
 
 
+def _not_waiting(joined: JoinedRecording, gaps: Gaps, signs: _Signs) -> list[Change]:
+    """What to do about waits for each kernel: what the thread does in the gaps then lies beside kernels, if it fits."""
+    if not signs.waited.any():
+        return []
+    whole = replace(gaps, host_ns=gaps.end - gaps.start)  # waking and submitting take their part of them
+    lasts = int(whole.host_ns[signs.short].sum())
+    return [
+        Change(
+            "Do not wait for the GPU after each kernel: remove timers that were left on, .item() and synchronisations "
+            "between kernels, or wait for an event of an earlier step",
+            share=hidden(joined, whole, signs.waited) / max(lasts, 1),
+        )
+    ]
+
+
 def _cure(gaps: Gaps, signs: _Signs, lost: int) -> list[Change]:
     """Changes for each sign; `lost`: what all gaps lost, ns."""
     cure = []
     if signs.short.any():
+        graphs = "Launch many kernels at once: a CUDA graph, torch.compile(mode='reduce-overhead')"
         cure += [
-            Change(
-                "Launch many kernels at once: a CUDA graph, torch.compile(mode='reduce-overhead')",
-                share=int(gaps.host_ns[signs.short].sum()) / lost,
-            ),
+            Change(f"{graphs}, once nothing waits between the kernels")
+            if signs.waited.any()
+            else Change(graphs, share=int(gaps.host_ns[signs.short].sum()) / lost),
             Change("Use larger batches or fused kernels"),
         ]
     if (held := signs.locked | signs.slept).any():
