@@ -278,8 +278,8 @@ def show(outcome: dict[str, Any], findings: Examination) -> None:
         )
     memory = "simulated GPU memory" if outcome["provider"] == "host" else "GPU memory"
     console.print(
-        f"compared each block that a request read, in CPU memory and in {memory}: "
-        f"all {outcome['bytes_verified'] / 1e9:.2f} GB are equal (a block counts for each request that read it)",
+        f"compared each block that a request loaded, in CPU memory and in {memory}: "
+        f"all {outcome['bytes_verified'] / 1e9:.2f} GB are equal (a block counts each time it was loaded)",
         highlight=False,
     )
     named = [one for one in findings if not one.abstains and one.severity != "info"]

@@ -49,9 +49,8 @@ def command(before: Path, after: Path, output: Path | None, force: bool, as_json
 
     The column "95% interval" says how exact the change is. Beside "2.00x lower", "1.50x to 2.50x" means that the time
     may be anything from 1.50 to 2.50 times lower. Beside "unchanged", "-5% to +2%" means that the time may be anything
-    from 5% shorter to 2% longer. Beside "unsure", a factor below 1 is the opposite of what the two times show. For
-    example, the times are 40 and 20 µs, and the interval is "0.50x to 8.00x": the time may have become anything from 8
-    times lower to 2 times higher.
+    from 5% shorter to 2% longer. Beside "unsure", the interval contains factors above and below 1: the time may have
+    become shorter or longer.
 
     A recording that is cut off, empty or does not show enough cannot prove that a finding is gone. The result is then
     undecided, and the exit code is 1. --from, --to and --range compare a part of each recording.

@@ -193,7 +193,8 @@ def best_first(changes: Iterable[Change]) -> tuple[Change, ...]:
 
 
 _PLURALS = re.compile(
-    r"(?<![\d.,])1 ((?:\w+ ){0,2})(copies|submissions|calls|loads|stores|allocations|gaps|pauses|points|ranks|recordings)\b"
+    r"(?<![\d.,])1 ((?:\w+ ){0,2})"
+    r"(copies|submissions|calls|loads|stores|allocations|gaps|pauses|points|ranks|recordings)\b"
     r"( are\b| were\b| that record\b)?"
 )
 
