@@ -193,20 +193,20 @@ def test_functions_of_a_real_profile_are_read(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from torch.profiler import ProfilerActivity, profile
 
-    def wait() -> None:
+    def sleeps_here() -> None:  # a name that no thread beside this one has in its stack
         time.sleep(0.02)
 
     with profile(activities=[ProfilerActivity.CPU], with_stack=True) as profiler:
-        wait()
+        sleeps_here()
         torch.zeros(3).add(1)
     path = tmp_path / "trace.json.gz"
     profiler.export_chrome_trace(str(path))
     recording = open_recording([path])
     assert not any("python_function" in note for note in recording.notes)
     table = recording.python_functions
-    (row,) = (i for i, name in enumerate(table["name"].tolist()) if recording.text(name).startswith("wait ("))
+    (row,) = (i for i, name in enumerate(table["name"].tolist()) if recording.text(name).startswith("sleeps_here ("))
     frame = recording.text(int(table["name"][row]))
-    assert frame.endswith(f"{Path(__file__).name}:{wait.__code__.co_firstlineno})")
+    assert frame.endswith(f"{Path(__file__).name}:{sleeps_here.__code__.co_firstlineno})")
     thread = threading.get_native_id()
     assert int(table["thread"][row]) == thread
     start, end = (int(table[edge][row]) for edge in ("start_ns", "end_ns"))
