@@ -116,16 +116,13 @@ static size_t read_some(uint64_t address, uint64_t bytes, void *into) {
     return 0;
 }
 
-int kvp_read_memory(uint64_t address, uint64_t bytes, void *into) {
-    struct iovec from = {(void *)(uintptr_t)address, bytes}, to = {into, bytes};
-    return syscall(SYS_process_vm_writev, (long)getpid(), &from, 1L, &to, 1L, 0L) == (long)bytes;
-}
-
 int kvp_read_rows(uint64_t address, uint64_t stride, size_t rows, size_t width, void *into) {
     struct iovec from[KVP_ROWS], to = {into, rows * width};
     for (size_t i = 0; i < rows; i++) from[i] = (struct iovec){(void *)(uintptr_t)(address + i * stride), width};
     return syscall(SYS_process_vm_writev, (long)getpid(), from, (long)rows, &to, 1L, 0L) == (long)to.iov_len;
 }
+
+int kvp_read_memory(uint64_t address, uint64_t bytes, void *into) { return kvp_read_rows(address, 0, 1, bytes, into); }
 
 /* Four lanes of multiplications, so that each word does not wait for the one before. */
 uint64_t kvp_hash_words(const uint64_t *words, size_t count) {
