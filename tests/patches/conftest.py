@@ -423,6 +423,12 @@ class Handlers:
 
 
 @pytest.fixture
+def patient_clock(monkeypatch):
+    """The device's clock waits for its event as long as a busy machine takes: without it, queue times are not told."""
+    monkeypatch.setattr("kvprobe.cuda.clock._TRIES_NS", 2_000_000_000)
+
+
+@pytest.fixture
 def vllm_handlers(host, clean_modules):
     """Factory: `vllm_handlers("0.12.0", KVHOST_DEPTH=64)`."""
 

@@ -35,6 +35,7 @@ from tests.patches.sglang_host import (
 # ---- what is measured and when it is cured ---------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("patient_clock")
 @pytest.mark.parametrize("fix", ["off", "auto"])
 def test_bytes_come_back_and_every_burst_is_timed(engine, fix):
     one = engine()

@@ -69,6 +69,7 @@ def read_by_layers(one, tokens, stream):
 # ---- bytes -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("patient_clock")
 @pytest.mark.parametrize("pool", POOLS)
 @pytest.mark.parametrize("method", ["auto", "loop"])
 def test_every_layouts_bytes_come_back_and_its_bursts_are_timed(direct, pool, method, monkeypatch):

@@ -107,6 +107,7 @@ def adapter():
     return installation._adapters["vllm.copies.batch"]
 
 
+@pytest.mark.usefixtures("patient_clock")
 @pytest.mark.parametrize("fix", ["off", "auto"])
 def test_bytes_come_back_and_every_batch_is_timed(worker, fix):
     one = worker()

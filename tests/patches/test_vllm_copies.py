@@ -35,6 +35,7 @@ def roundtrip(handlers, count=6, width=5):
     return handlers.same(before, list(range(64)))
 
 
+@pytest.mark.usefixtures("patient_clock")
 @pytest.mark.parametrize("version", LOOPS)
 @pytest.mark.parametrize("fix", ["off", "auto"])
 def test_bytes_come_back_and_every_transfer_is_timed(vllm_handlers, version, fix):
@@ -174,6 +175,7 @@ def on_the_submitter(handlers):
     return paths
 
 
+@pytest.mark.usefixtures("patient_clock")
 @pytest.mark.parametrize("version", LOOPS)
 def test_what_the_submitter_carries_is_whole_timed_and_merged(vllm_handlers, version):
     handlers = vllm_handlers(version)
