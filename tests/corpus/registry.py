@@ -62,7 +62,7 @@ class Program:
         prepare: done before the recording's window, where the recorder has one: imports, first calls.
         needs_gpu: the host runtime lacks what it uses.
         series: which set of programs it belongs to; `fresh`, `blind`, `unseen`, `served`, `sixth`, `seventh`,
-            `eighth` and `ninth` ones were written without knowledge of the diagnosis.
+            `eighth`, `ninth` and `tenth` ones were written without knowledge of the diagnosis.
         blind: recorders that cannot tell its line from others of the same kind (copies, host), nor its causes.
         undecided_in: recorders of which "undecided" is right, too.
     """
@@ -151,6 +151,11 @@ def eighth(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], C
 def ninth(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], Callable[[Device], Truth]]:
     """As `served`, for a program of the ninth set; a healthy one has 96% of its window not lost, and is to have 98%."""
     return _plainly("ninth", *causes, calm_share=0.96, **what)
+
+
+def tenth(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], Callable[[Device], Truth]]:
+    """As `seventh`, for a program of the tenth set."""
+    return _plainly("tenth", *causes, calm_share=0.95, **what)
 
 
 def _plainly(

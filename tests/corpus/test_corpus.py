@@ -23,6 +23,7 @@ from registry import LINES, plain
 from served_shapes import SERVED
 from seventh_shapes import SEVENTH
 from sixth_shapes import SIXTH
+from tenth_shapes import TENTH
 from unseen_shapes import UNSEEN
 
 from kvprobe.diagnosis import CAUSES, examine
@@ -185,8 +186,22 @@ def test_ninth_programs_say_their_truth_and_are_a_set_of_their_own():
     assert not [name for name, one in NINTH.items() if {*one.like} & {*one.causes, *one.also}]
 
 
+def test_tenth_programs_say_their_truth_and_are_a_set_of_their_own():
+    earlier = (LATER, FRESH, BLIND, UNSEEN, SERVED, SIXTH, SEVENTH, EIGHTH, NINTH)
+    assert len(TENTH) == 24 and sum(program.healthy for program in TENTH.values()) == 9
+    assert not TENTH.keys() & {name for programs in earlier for name in programs}
+    assert {line for program in TENTH.values() for line in (program.line, *program.or_lines)} <= set(LINES)
+    assert all(program.why.endswith(".") and program.like for program in TENTH.values())
+    assert not [name for name, one in TENTH.items() if "\n\n" not in (one.body.__doc__ or "")]  # the argument
+    named = {cause for program in TENTH.values() for cause in (*program.causes, *program.also, *program.like)}
+    assert named <= set(CAUSES)
+    assert not [name for name, one in TENTH.items() if {*one.like} & {*one.causes, *one.also}]
+
+
 @pytest.mark.parametrize(
-    "programs", [SERVED, SIXTH, SEVENTH, EIGHTH, NINTH], ids=["served", "sixth", "seventh", "eighth", "ninth"]
+    "programs",
+    [SERVED, SIXTH, SEVENTH, EIGHTH, NINTH, TENTH],
+    ids=["served", "sixth", "seventh", "eighth", "ninth", "tenth"],
 )
 def test_programs_run_to_their_end_with_the_bytes_that_they_were_to_move(programs):
     """For a twentieth of their time, on the host runtime; programs check their bytes themselves."""
