@@ -119,11 +119,11 @@ def attention_over_a_long_context_that_comes_window_by_window(d: Device) -> Trut
     """A context in host memory comes by windows of keys and values, 0.36 ms of the link, for 0.15 ms of attention each.
 
     There are three pairs of slots, and a window is loaded as soon as the one that had its slots is over: the link is
-    never free, and the device has a kernel for 0.15 ms of each 0.36 ms. Ten windows take turns in the slots, so that
+    never free, and the device has a kernel for 0.15 ms of each 0.36 ms. Eight windows take turns in the slots, so that
     each brings other bytes than are there.
     """
     pool, loads, waits, window = Pool(d, d.bytes_of(180)), d.copies[4], Stretches(d), 0
-    windows = min((pool.count - 1) // 2, 10)
+    windows = min((pool.count - 1) // 2, 8)
     for window in turns():
         pair = window % 3 * 2
         if window > 2:
@@ -260,13 +260,13 @@ def keys_repeated_within_the_device_for_the_heads_that_share_them(d: Device) -> 
     like=("pageable_memory", "launch_queue_saturation", "allocation_on_hot_path", "redundant_loads"),
 )
 def a_rank_s_columns_taken_out_of_rows_of_an_odd_length(d: Device) -> Truth:
-    """Before each step of 0.6 ms a rank's 60 of each 301 bytes come by one 2D copy, from and to odd addresses.
+    """Before each step of 0.5 ms a rank's 20 of each 301 bytes come by one 2D copy, from and to odd addresses.
 
-    Each row crosses the link by itself, well below its rate. How long that takes is measured first, and so many rows
-    are taken that a copy lasts 0.8 ms, if there are so many. It stands between two kernels of one stream. Four ranks'
-    columns take turns, so that other bytes come than are there.
+    Each row crosses the link by itself, at about a quarter of its rate. How long that takes is measured first, and so
+    many rows are taken that a copy lasts 0.8 ms, or all that half of the pool has, which is 0.5 ms on an H200. It
+    stands between two kernels of one stream. Four ranks' columns take turns, so that other bytes come than are there.
     """
-    width, pitch, rows, moves, step = 60, 301, 8_192, Stretches(d), 0
+    width, pitch, rows, moves, step = 20, 301, 65_536, Stretches(d), 0
     most = d.size // (2 * pitch)
 
     def bring(rank: int, count: int) -> None:
@@ -284,7 +284,7 @@ def a_rank_s_columns_taken_out_of_rows_of_an_odd_length(d: Device) -> Truth:
     for step in turns():
         bring(step % 4, rows)
         for _ in range(2):
-            d.launch(300_000)
+            d.launch(250_000)
         paced_and_read(d, step, moves)
     d.sync(d.compute)
     d.spent.add(BELOW_LINK_RATE, moves.read())

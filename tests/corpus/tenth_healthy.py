@@ -355,8 +355,9 @@ def _segments(d: Device, size: int, part: int, over: threading.Event, seen: list
 def segments_registered_by_a_thread_beside_long_prefills(d: Device) -> Truth:
     """A thread maps and registers 16 MiB each 60 ms, loads one and gives it back; prefills of 30 ms are two ahead.
 
-    To register so much takes some milliseconds, for which calls of the other thread may wait; the device has above
-    30 ms of kernels whenever that begins, so it computes all the time. No prefill waits for what the thread loads.
+    To register so much takes a millisecond or some, for which calls of the other thread may wait; the device has above
+    30 ms of kernels whenever that begins, so it computes all the time. To give it back takes the thread until the
+    prefills are over that were launched, and no one waits for the thread or for what it loads.
     """
     over, seen, prefill, at = threading.Event(), list[int](), 0, 0
     size, part = (16 if d.gpu else 2) * MiB, 1 * MiB
