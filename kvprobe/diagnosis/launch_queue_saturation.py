@@ -337,7 +337,7 @@ def _cure(joined: JoinedRecording, found: Full) -> list[Change]:
         if of_batches
         else Change(
             "Submit fewer, larger pieces: one cudaMemcpyBatchAsync or one gather kernel per transfer; a batch "
-            "takes few slots, however many copies it has",
+            "takes far fewer slots than its copies do one by one",
             share=spared(joined, found, "saturation", BATCHED),
         ),
         Change(

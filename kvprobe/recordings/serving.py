@@ -4,8 +4,11 @@ A process that makes its context, loads its modules and pins its memory does tha
 how it serves. The window is given, or found for each process from its own calls: it begins where the last of the calls
 that set up ended, as long as hardly any work had been submitted until then; calls that go on at the same rate
 afterwards are no start-up. The same holds of loads before the first kernel: until something computes, nobody is served,
-and what is loaded once is the model. What the recorder labelled as its own work is no work of the process. Steps that a
-profiler marked begin the window as well. Where detail was lost, it begins where all calls are there.
+and what is loaded once is the model. A long pause that comes once, between the first calls and all others, ends the
+start-up of a process that made its context in the recording: it reads its weights, or nobody asks for anything yet.
+What the recorder labelled as its own work is no work of the process. Steps that a profiler marked begin the window as
+well. Where detail was lost, it begins where all calls are there; where the device was marked, whose account needs few
+calls, it takes in the last second whatever was kept.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import numpy as np
 from kvprobe.durations import time_text
 from kvprobe.errors import UsageError
 from kvprobe.recordings.assemble import among
-from kvprobe.recordings.intervals import distinct
+from kvprobe.recordings.intervals import Cover, ascending, distinct, in_time
 from kvprobe.recordings.model import SUBMITTING, Array, CallKind, Direction, Engine, Label, Recording, Table
 
 __all__ = ["ServingWindow", "parse_time", "recorded_span", "serving_window", "setting_up"]
@@ -26,6 +29,8 @@ __all__ = ["ServingWindow", "parse_time", "recorded_span", "serving_window", "se
 WARM = 32  # submissions of a process that set-up may precede, however few there are: checks, a first step
 FEW = 0.10  # of a process's submissions: more than that before a call, and it was serving already; of its time likewise
 GOES_ON = 0.10  # of the rate before: where set-up calls go on at more than that, they are part of the work
+PAUSE = 0.05  # of the time behind a pause: a shorter one is no matter
+SEEN_NS = 1_000_000_000  # of a process whose device was marked: long beside the times in which nothing is marked
 LEAST_NS = 20_000  # a call that sets up and takes less is no matter
 _LOADS = (
     "moduleload",
@@ -164,7 +169,7 @@ def serving_window(
 def _found(recording: Recording, first: int, last: int, processes: int) -> ServingWindow:
     calls = recording.calls
     begin = np.full(processes, first, dtype=np.int64)
-    how: list[str] = []
+    how: dict[int, str] = {}
     rows = np.flatnonzero(setting_up(recording))
     rows = rows[calls["end_ns"][rows] - calls["start_ns"][rows] >= LEAST_NS]
     needed = len(rows) or recording.lost or recording.has_executions
@@ -175,28 +180,38 @@ def _found(recording: Recording, first: int, last: int, processes: int) -> Servi
         until = _set_up(calls, mine, np.flatnonzero(work & (calls["process"] == process)), last)
         if until > begin[process]:
             begin[process] = until
-            how.append("set-up")
+            how[process] = "set-up"
     for process, until in _loaded(recording, submits, last).items():
         if 0 <= process < processes and until > begin[process]:
             begin[process] = until
-            how.append("loads")
+            how[process] = "loads"
+    for process in np.unique(calls["process"][rows]).tolist():
+        mine = rows[calls["process"][rows] == process]
+        pause = _warmed_up(recording, process, int(calls["start_ns"][mine].min()), last)
+        if pause is not None and pause[1] > begin[process]:
+            begin[process] = pause[1]
+            how[process] = f"where a pause of {time_text(pause[1] - pause[0])} after the first calls ended"
     steps = _first_step(recording)
     if len(how) == 0 and steps > first:
         begin[:] = np.maximum(begin, steps)
-        how.append("steps")
+        how[0] = "steps"
     for process, lost in recording.lost.items():
         if lost and 0 <= process < processes:
             whole = _whole_from(recording, process, np.flatnonzero(submits & (calls["process"] == process)))
+            seen = (recording.spans["process"] == process).any() and last - SEEN_NS < whole
+            if seen:
+                whole = last - SEEN_NS
             if whole > begin[process]:
                 begin[process] = whole
-                how.append("detail")
+                how[process] = "seen" if seen else "detail"
     words = {
         "set-up": "where the last set-up call ended",
         "loads": "where everything that the first kernel waited for was loaded",
         "steps": "at the first marked step",
         "detail": "where every call is kept from then on",
+        "seen": f"{time_text(SEEN_NS)} before the end, because only the last calls are kept one by one",
     }
-    said = " or ".join(words[one] for one in dict.fromkeys(how))
+    said = " or ".join(words.get(one, one) for one in dict.fromkeys(how.values()))
     return ServingWindow(last, begin, f"it begins {said}" if said else "all that was recorded", first)
 
 
@@ -266,6 +281,62 @@ def _loaded(recording: Recording, submits: Array, last: int) -> dict[int, int]:
         if rest <= GOES_ON * took:  # not their rate: the first of a load a step comes at once, too
             out[process] = until
     return out
+
+
+def _warmed_up(recording: Recording, process: int, set_up: int, last: int) -> tuple[int, int] | None:
+    """The pause that parts a process's first calls from its serving: begin and end; None without one.
+
+    The process sets up before it and submits little, it is much of the time, and no later pause is half as long: what
+    comes again is part of the work. `set_up`: where the first set-up call began.
+    """
+    begins, ends = _pauses(recording, process, last)
+    if not len(begins):
+        return None
+    work, counts = _work(recording, process)
+    before = np.append(0, np.cumsum(counts))[np.searchsorted(work, ends, "left")]
+    total = int(counts.sum())
+    lengths = ends - begins
+    later = np.append(np.maximum.accumulate(lengths[::-1])[::-1][1:], 0)
+    parts = (before <= max(FEW * total, min(WARM, total // 3))) & (2 * later < lengths) & (begins > set_up)
+    parts &= (lengths >= PAUSE * (last - ends)) & (before < total)
+    at = np.flatnonzero(parts)
+    return (int(begins[at[-1]]), int(ends[at[-1]])) if len(at) else None
+
+
+def _pauses(recording: Recording, process: int, last: int) -> tuple[Array, Array]:
+    """Begins and ends of the long times in which a process makes no call and its device does nothing that is known."""
+    calls = recording.calls
+    rows = in_time(np.flatnonzero(calls["process"] == process), calls["start_ns"])
+    start, ends = calls["start_ns"][rows], np.maximum.accumulate(calls["end_ns"][rows])
+    if not len(rows):
+        return start, ends
+    least = PAUSE * (last - int(start[0])) / 2
+    at = np.flatnonzero(start[1:] - ends[:-1] >= least)
+    begins, stops = [ends[:0]], [ends[:0]]
+    for begin, end in zip(ends[at].tolist(), start[at + 1].tolist(), strict=True):
+        busy = [(np.array([begin - 1, end]), np.array([begin, end + 1]))]
+        for table in (recording.executions, recording.spans, recording.coverage):
+            mine = (table["start_ns"] < end) & (table["end_ns"] > begin) & (table["process"] == process)
+            if table is recording.coverage:
+                mine &= table["reason"] > 0
+            busy.append((table["start_ns"][mine].clip(begin), table["end_ns"][mine].clip(None, end)))
+        free, until = Cover(*(np.concatenate(both) for both in zip(*busy, strict=True))).gaps()
+        long = until - free >= least
+        begins.append(free[long])
+        stops.append(until[long])
+    return np.concatenate(begins), np.concatenate(stops)
+
+
+def _work(recording: Recording, process: int) -> tuple[Array, Array]:
+    """When a process submitted, and how much: by its calls, or, where not all of these were kept, by its spans."""
+    spans = recording.spans
+    if recording.lost.get(process):
+        rows = in_time(np.flatnonzero(spans["process"] == process), spans["start_ns"])
+        return spans["start_ns"][rows], spans["count"][rows]
+    calls = recording.calls
+    mine = among(calls["kind"], SUBMITTING) & (calls["process"] == process)
+    made = ascending(calls["start_ns"][mine])
+    return made, np.ones(len(made), dtype=np.int64)
 
 
 def _alike_ended(calls: Table, rows: Array, ends: Array, last: int) -> Array:

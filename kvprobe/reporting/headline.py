@@ -210,6 +210,8 @@ def waited_text(finding: Finding) -> str:
         return ""
     if not finding.device_ns:
         return ", but the GPU did not have to wait"
+    if finding.lost_on == "copy engine":  # it may be longer than what is lost: these copies may have been needed
+        return f"; the GPU waited {duration(finding.device_ns)} for these copies"
     return f", which kept the GPU waiting for {duration(finding.device_ns)}"
 
 

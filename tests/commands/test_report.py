@@ -160,7 +160,7 @@ def test_the_terminal_says_how_to_record_what_cost_most_and_is_undecided(kvprobe
 def test_an_undecided_wait_is_weighed_against_what_the_first_finding_cost_the_gpu(kvprobe, tmp_path: Path) -> None:
     """A GPU that waited 18.8 ms for a thread's 51.1 ms, and stood idle for another 33.0 ms before the first kernel."""
     recording = unpack(DATA / "queues" / "small_blocks_behind_a_forward-totals-0.kvprobe.tar.gz", tmp_path)
-    _, out, _ = kvprobe("report", recording, "-o", tmp_path / "page.html")
+    _, out, _ = kvprobe("report", recording, "-o", tmp_path / "page.html", "--from", "226.2ms")
     assert "\nUndecided: Nothing ran for 33.0 ms between copies" in out
     assert "\nTo decide it: record a run in which the model computes" in out
     assert "\nalso, warning: " in out

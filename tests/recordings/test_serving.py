@@ -309,7 +309,7 @@ def test_pinning_after_the_first_copies_that_goes_on_is_no_start_up():
 @pytest.mark.parametrize(("before", "start_ns"), [(32, 60 * MS), (33, 0)])
 def test_so_much_work_may_come_before_set_up(before, start_ns):
     assert serving_window(
-        program(copies(before, 0) + pins(1, 10 * MS, 50 * MS, 0) + copies(200, 70 * MS))
+        program(copies(before, 0) + pins(1, 10 * MS, 50 * MS, 0) + copies(200, 60 * MS))
     ).start_ns == (start_ns)
 
 
@@ -325,3 +325,67 @@ def test_a_window_by_process_holds_what_begins_in_it():
     assert window.holds(process, start).tolist() == [True, True, False, True, False, True, False, True]
     assert ServingWindow(5, np.array([7]), "", 0).span_ns == 0
     assert recorded_span(Recording([], {}, [""])) == (0, 0)
+
+
+def paused(before, pause_ms, behind=(1_000,), later_ms=0, set_up=True):
+    """Set-up, a few copies, a pause, and spells of copies 0.1 ms apart with a later pause between any two of them."""
+    calls = pins(1, 0, 50 * MS, 0) if set_up else []
+    calls += copies(before, 60 * MS)
+    at = 60 * MS + before * 100_000 + pause_ms * MS
+    for many in behind:
+        calls += copies(many, at)
+        at += many * 100_000 + later_ms * MS
+    return program(calls), 60 * MS + before * 100_000 + pause_ms * MS
+
+
+def test_the_pause_between_the_first_calls_and_serving_is_start_up():
+    r, until = paused(before=25, pause_ms=900)
+    window = serving_window(r)
+    assert (window.start_ns, window.how) == (until, "it begins where a pause of 900 ms after the first calls ended")
+
+
+def test_of_two_such_pauses_the_second_counts_where_it_is_long_beside_what_follows():
+    r, until = paused(before=25, pause_ms=900, behind=(20, 2_000), later_ms=700)
+    assert serving_window(r).start_ns == until + 20 * 100_000 + 700 * MS
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"before": 112},  # more than a tenth of the work comes before it
+        {"pause_ms": 4},  # nothing beside the 100 ms behind it
+        {"behind": (500, 500), "later_ms": 460},  # it comes again
+        {"set_up": False},  # the recording began while the process was serving
+    ],
+    ids=["much before it", "short", "comes again", "no set-up"],
+)
+def test_any_other_pause_stays_in_the_window(more):
+    r, _ = paused(**{"before": 25, "pause_ms": 900} | more)
+    assert serving_window(r).start_ns <= 60 * MS
+
+
+@pytest.mark.parametrize(("before", "cut"), [(32, True), (33, False)])
+def test_of_little_work_so_much_may_come_before_a_pause(before, cut):
+    r, until = paused(before=before, pause_ms=900, behind=(66,))
+    assert serving_window(r).start_ns == (until if cut else 50 * MS)
+
+
+def test_what_the_device_does_is_no_pause():
+    r, until = paused(before=25, pause_ms=900)
+    zero = np.zeros(1, int)
+    kernel = {"start_ns": [70 * MS], "end_ns": [until - 3 * MS], "engine": [Engine.KERNEL], "process": zero}
+    r.tables["spans"] = Table("spans", kernel)
+    assert serving_window(r).start_ns == 50 * MS
+    r.tables["spans"] = Table("spans", kernel | {"end_ns": [until - 400 * MS]})
+    assert serving_window(r).how == "it begins where a pause of 400 ms after the first calls ended"
+
+
+def test_where_the_device_was_marked_the_window_reaches_back_a_second_whatever_was_kept():
+    kept = program(pins(1, 0, 50 * MS, 0) + copies(1_000, 2_000 * MS))
+    zero = np.zeros(1, int)
+    kept.lost = {0: 5_000}
+    assert serving_window(kept).start_ns == 2_000 * MS
+    kept.tables["spans"] = Table(
+        "spans", {"start_ns": [60 * MS], "end_ns": [2_100 * MS], "process": zero, "count": [9]}
+    )
+    assert serving_window(kept).start_ns == recorded_span(kept)[1] - 1_000 * MS
