@@ -394,8 +394,8 @@ static inline __attribute__((always_inline)) void end(kvp_record *r, enum what w
     if (what == A_FREE) kvp_forget_ranges();
     unsigned code = likely((unsigned)result < 65535) ? (unsigned)result : 65535, node, direction;
     if (what == A_PLAIN_COPY) {
-        unsigned memory = r->direction == KVP_H2D ? kvp_host_memory(r->src, &kvp_thread.src)
-                                                  : kvp_host_memory(r->dst, &kvp_thread.dst);
+        unsigned memory = likely(r->direction == KVP_H2D) ? kvp_host_memory(r->src, &kvp_thread.src)
+                                                          : kvp_host_memory(r->dst, &kvp_thread.dst);
         direction = r->direction | (memory & 15) << 4, node = memory >> 8;
     } else {
         direction = what == A_COPY && likely(!result) ? kvp_classify(r) : r->direction;
