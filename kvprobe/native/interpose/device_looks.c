@@ -96,7 +96,7 @@ static void end_all(int error, const kvp_record *load) {
 void kvp_device_looks_end(void) { end_all(0, &(kvp_record){0}); }
 
 void kvp_device_look_next(const kvp_record *r, uint64_t hash) {
-    if (ended || !kvp_watch.marks || kvp_kind_of(r->dst, &kvp_known.dst) != KVP_MEM_DEVICE) return;
+    if (ended || !kvp_watch.marks || kvp_kind_of(r->dst, &kvp_thread.dst) != KVP_MEM_DEVICE) return;
     if (atomic_flag_test_and_set(&busy)) return;
     struct place *p = place_of(r->dst);
     int again = p->dst == r->dst && p->src == r->src && p->bytes == r->bytes && p->hash == hash;
@@ -159,7 +159,7 @@ void kvp_device_look(kvp_record *r) {
     uint64_t begin = r->start_ns, least = (begin - born_ns) / OF_AGE;
     if (least < FIRST_NS) least = FIRST_NS;
     if (p->again && p->dst == r->dst && p->src == r->src && p->bytes == r->bytes && r->count == 1 &&
-        kvp_kind_of(r->dst, &kvp_known.dst) == KVP_MEM_DEVICE)
+        kvp_kind_of(r->dst, &kvp_thread.dst) == KVP_MEM_DEVICE)
         one = find_free();
     if (one && !passed_over--) {
         int taken = look(r, one);

@@ -61,8 +61,18 @@ enum recycles { KVP_KEEPS = 1, KVP_POPULATES = 2, KVP_POPULATED = 4 }; /* may; t
 
 /* What every call asks, in one cache line. Any thread may look while another attaches or detaches. */
 struct watch {
-    atomic_int on;        /* 1 while this process is to be recorded; what else a call needs is there before it */
-    atomic_int detail;    /* enum detail */
+    union {
+        struct {
+            atomic_schar on;     /* 1 while this process is to be recorded; what else a call needs is there before it */
+            atomic_schar detail; /* enum detail */
+            atomic_schar no_driver;    /* there is none to ask about a pointer */
+            atomic_schar cures;        /* 1: pageable copies may go another way (cures.c) */
+            atomic_schar blocking;     /* 1: there may be streams that the legacy default stream waits for */
+            atomic_schar device_looks; /* 1: the next candidate is looked at on the device (device_looks.c) */
+            atomic_schar pads[2];
+        };
+        _Atomic uint64_t mode; /* all of these: KVP_PLAIN_MODE where a copy asks for none of them */
+    };
     atomic_int redirects; /* 1 while loaded libraries hold addresses of ours */
     atomic_int attached;  /* 1: because of an attach, which can be taken back; 0 where we were there from the start */
     union {
@@ -75,17 +85,14 @@ struct watch {
         };
         _Atomic uint64_t unusual; /* any of these, as most calls ask */
     };
-    atomic_int no_driver;              /* there is none to ask about a pointer */
-    atomic_int cures;                  /* 1: pageable copies may go another way (cures.c) */
     atomic_int recycles;               /* enum recycles: what is done about pinned memory (recycle.c) */
     atomic_int marks;                  /* 1: marks are recorded in the program's streams (marks.c) */
-    atomic_int blocking;               /* 1: there may be streams that the legacy default stream waits for */
     atomic_uint generation;            /* of what is known of memory: freeing or registering some makes it another */
     atomic_uint contents_mask;         /* contents.c: which places of the host are looked at */
-    atomic_int device_looks;           /* 1: the next candidate is looked at on the device (device_looks.c) */
     _Atomic uint64_t contents_from_ns; /* from when on; the largest number: never */
 } __attribute__((aligned(64)));
 extern struct watch kvp_watch;
+enum { KVP_PLAIN_MODE = 1 | DETAIL_COPIES << 8 }; /* as little-endian machines load it: all that this is built for */
 
 /* wrap.c */
 int kvp_batch_has_fail_index(void *real); /* of cudaMemcpyBatchAsync: CUDA 12.8's signature */
@@ -144,36 +151,31 @@ void kvp_hand_on_nothing(void);
 int kvp_seccomp_load(void *filter);
 extern any_fn *_Atomic kvp_real_seccomp_load;
 
-/* memory.c: what this thread knows of memory. The first line is what a copy asks most often. */
-struct kvp_range {
-    uint64_t start, size;
-    uint8_t kind, node; /* enum kvp_memory; of NUMA, plus one: 0 where it was not asked or not told */
-};
-#define KVP_RANGES 8
-struct kvp_known {
-    uint32_t generation, next;
-    struct kvp_range src, dst; /* that the newest source and destination were found in */
-    struct kvp_range range[KVP_RANGES];
-} KVP_THREAD_ALIGNED;
-extern KVP_HIDDEN __thread struct kvp_known kvp_known __attribute__((tls_model("initial-exec")));
-
+/* memory.c */
 __attribute__((noinline)) int kvp_look_up(uint64_t address, struct kvp_range *newest);
 static inline int kvp_kind_of(uint64_t address, struct kvp_range *newest) {
-    if (unlikely(kvp_known.generation != kvp_watch.generation || address - newest->start >= newest->size))
+    if (unlikely(kvp_thread.generation != kvp_watch.generation || address - newest->start >= newest->size))
         return kvp_look_up(address, newest);
     if (newest->node) kvp_thread.node = newest->node;
     return newest->kind;
 }
 
+/* The same for the host's side of a plain copy, in which nothing else is asked: the kind, and the node << 8. */
+static inline unsigned kvp_host_memory(uint64_t address, struct kvp_range *newest) {
+    if (unlikely(kvp_thread.generation != kvp_watch.generation || address - newest->start >= newest->size))
+        return (unsigned)kvp_look_up(address, newest) | (unsigned)kvp_thread.node << 8;
+    return newest->kind | (unsigned)newest->node << 8;
+}
+
 /* A copy's `direction`, with the memory of its host side, as far as its addresses are known; KVP_DIR_UNKNOWN is found
  * out. */
-__attribute__((noinline)) unsigned kvp_classify_both(const kvp_record *record);
+__attribute__((noinline)) unsigned kvp_classify_both(uint64_t src_address, uint64_t dst_address);
 static inline unsigned kvp_classify(const kvp_record *record) {
     unsigned direction = record->direction;
     if (unlikely(kvp_watch.no_driver)) return direction;
-    if (likely(direction == KVP_H2D)) return KVP_H2D | (unsigned)kvp_kind_of(record->src, &kvp_known.src) << 4;
-    if (direction == KVP_D2H) return KVP_D2H | (unsigned)kvp_kind_of(record->dst, &kvp_known.dst) << 4;
-    return direction == KVP_DIR_UNKNOWN ? kvp_classify_both(record) : direction;
+    if (likely(direction == KVP_H2D)) return KVP_H2D | (unsigned)kvp_kind_of(record->src, &kvp_thread.src) << 4;
+    if (direction == KVP_D2H) return KVP_D2H | (unsigned)kvp_kind_of(record->dst, &kvp_thread.dst) << 4;
+    return direction == KVP_DIR_UNKNOWN ? kvp_classify_both(record->src, record->dst) : direction;
 }
 void kvp_forget_ranges(void); /* memory was freed or registered */
 /* enum kvp_memory, as an earlier copy of this thread showed it. No question is asked: KVP_MEM_UNKNOWN says nothing. */
@@ -223,9 +225,9 @@ void kvp_contents_start(void);
 void kvp_contents_stop(void);
 void kvp_contents_look(const kvp_record *record);
 static inline int kvp_contents_due(const kvp_record *r) {
+    if (r->start_ns < atomic_load_explicit(&kvp_watch.contents_from_ns, memory_order_relaxed)) return 0;
     uint64_t place = (r->direction & 15) == KVP_D2H ? r->dst : r->src;
-    return r->start_ns >= atomic_load_explicit(&kvp_watch.contents_from_ns, memory_order_relaxed) &&
-           !((place >> 6) * 0x9e3779b97f4a7c15u >> 40 &
+    return !((place >> 6) * 0x9e3779b97f4a7c15u >> 40 &
              atomic_load_explicit(&kvp_watch.contents_mask, memory_order_relaxed));
 }
 

@@ -218,15 +218,18 @@ static inline int kvp_mark_goes_on(struct mark_stream *s, uint8_t kind, uint64_t
     return 1;
 }
 
-/* kvp_mark_before, of what copies mostly are: one more of their kind in a stream that has a name. 0: not of this one,
- * or the copy does not say which way it goes. */
-static inline int kvp_mark_copy(const kvp_record *r) {
-    if (unlikely(r->direction == KVP_DIR_UNKNOWN)) return 0;
-    struct mark_stream *s = &kvp_mark_streams[kvp_mark_place_of(r->stream)];
-    if (unlikely(r->stream <= 2 || atomic_load_explicit(&s->key, memory_order_acquire) != r->stream)) return 0;
-    if (unlikely(kvp_watch.blocking)) return 0;
-    kvp_thread.marked = s;
-    return kvp_mark_goes_on(s, kvp_mark_kind_of(r->direction), r->bytes, r->start_ns);
+/* kvp_mark_before, of what copies mostly are: one more of their kind in a stream that has a name and waits for no
+ * other. 0: not of this one, or the copy does not say which way it goes. */
+static inline int kvp_mark_copy(uint64_t stream, uint8_t direction, uint64_t bytes, uint64_t now) {
+    _Static_assert(MARK_H2D == KVP_H2D + 1 && MARK_D2H == KVP_D2H + 1 && MARK_COPY == KVP_D2D + 1, "kinds of copies");
+    if (unlikely(direction - 1u >= KVP_D2D || stream <= 2)) return 0;
+    struct mark_stream *s = kvp_thread.marked; /* mostly this thread's newest submission went there, too */
+    if (unlikely(!s || atomic_load_explicit(&s->key, memory_order_acquire) != stream)) {
+        s = &kvp_mark_streams[kvp_mark_place_of(stream)];
+        if (unlikely(atomic_load_explicit(&s->key, memory_order_acquire) != stream)) return 0;
+        kvp_thread.marked = s;
+    }
+    return kvp_mark_goes_on(s, (uint8_t)(direction + 1), bytes, now);
 }
 static inline uint64_t kvp_mark_outstanding(const struct mark_stream *s) {
     return get(s->submitted) + get(s->count) - get(s->done);

@@ -19,7 +19,12 @@ typedef int pointer_attributes_fn(unsigned count, int *attributes, void **data, 
 static pointer_attributes_fn *_Atomic ask;
 static atomic_int looked;
 
-__thread struct kvp_known kvp_known;
+/* What this thread knows of memory, beside what its newest copy found (thread.h). */
+#define KVP_RANGES 8
+static __thread struct {
+    struct kvp_range range[KVP_RANGES];
+    uint32_t next;
+} known __attribute__((tls_model("initial-exec")));
 
 void kvp_forget_ranges(void) { atomic_fetch_add(&kvp_watch.generation, 1); }
 
@@ -55,24 +60,25 @@ static int ask_driver(uint64_t address) {
         size = kind == KVP_MEM_PAGEABLE || kind == KVP_MEM_UNKNOWN;
     }
     if (size) {
-        unsigned at = size == 1 ? KVP_RANGES - 1 : kvp_known.next++ % (KVP_RANGES - 1); /* crowds out no range */
+        unsigned at = size == 1 ? KVP_RANGES - 1 : known.next++ % (KVP_RANGES - 1); /* crowds out no range */
         int was = errno;
         uint8_t node = is_host(kind) ? node_of(address) : 0;
         errno = was;
-        kvp_known.range[at] = (struct kvp_range){start, size, (uint8_t)kind, node};
+        known.range[at] = (struct kvp_range){start, size, (uint8_t)kind, node};
         kvp_thread.node = node;
     }
     return kind;
 }
 
 int kvp_look_up(uint64_t address, struct kvp_range *newest) {
-    if (kvp_known.generation != kvp_watch.generation) {
-        memset(&kvp_known, 0, sizeof kvp_known);
-        kvp_known.generation = kvp_watch.generation;
+    if (kvp_thread.generation != kvp_watch.generation) {
+        memset(&known, 0, sizeof known);
+        kvp_thread.src = kvp_thread.dst = (struct kvp_range){0};
+        kvp_thread.generation = kvp_watch.generation;
     }
     for (uint32_t i = 0; i < KVP_RANGES; i++)
-        if (address - kvp_known.range[i].start < kvp_known.range[i].size) {
-            *newest = kvp_known.range[i];
+        if (address - known.range[i].start < known.range[i].size) {
+            *newest = known.range[i];
             if (newest->node) kvp_thread.node = newest->node;
             return newest->kind;
         }
@@ -81,14 +87,14 @@ int kvp_look_up(uint64_t address, struct kvp_range *newest) {
 
 static const struct kvp_range *range_of(uint64_t address) {
     for (uint32_t i = 0; i < KVP_RANGES; i++)
-        if (address - kvp_known.range[i].start < kvp_known.range[i].size) return &kvp_known.range[i];
-    return address - kvp_known.src.start < kvp_known.src.size   ? &kvp_known.src
-           : address - kvp_known.dst.start < kvp_known.dst.size ? &kvp_known.dst
-                                                                : NULL;
+        if (address - known.range[i].start < known.range[i].size) return &known.range[i];
+    return address - kvp_thread.src.start < kvp_thread.src.size   ? &kvp_thread.src
+           : address - kvp_thread.dst.start < kvp_thread.dst.size ? &kvp_thread.dst
+                                                                  : NULL;
 }
 
 int kvp_known_memory(uint64_t address) {
-    const struct kvp_range *range = kvp_known.generation == kvp_watch.generation ? range_of(address) : NULL;
+    const struct kvp_range *range = kvp_thread.generation == kvp_watch.generation ? range_of(address) : NULL;
     return range ? range->kind : KVP_MEM_UNKNOWN;
 }
 
@@ -97,9 +103,9 @@ void kvp_range_of(uint64_t address, uint64_t *base, uint64_t *bytes) {
     if (range) *base = range->start, *bytes = range->size;
 }
 
-unsigned kvp_classify_both(const kvp_record *r) {
+unsigned kvp_classify_both(uint64_t src_address, uint64_t dst_address) {
     int direction = KVP_DIR_UNKNOWN, memory = KVP_MEM_UNKNOWN;
-    int src = kvp_kind_of(r->src, &kvp_known.src), dst = kvp_kind_of(r->dst, &kvp_known.dst);
+    int src = kvp_kind_of(src_address, &kvp_thread.src), dst = kvp_kind_of(dst_address, &kvp_thread.dst);
     if (is_host(src) && dst == KVP_MEM_DEVICE)
         direction = KVP_H2D, memory = src;
     else if (src == KVP_MEM_DEVICE && is_host(dst))

@@ -144,9 +144,9 @@ static KVP_RARE int open_ring(void) {
     return kvp_ring_is_open();
 }
 
-static KVP_RARE void count_interrupting(kvp_record *r) {
-    r->dur_ns = KVP_UNTIMED; /* the clock's own state may be half written */
-    (kvp_ring_is_open() ? kvp_ring_count : count_early)(r);
+static KVP_RARE void count_interrupting(kvp_record r) {
+    r.dur_ns = KVP_UNTIMED; /* the clock's own state may be half written */
+    (kvp_ring_is_open() ? kvp_ring_count : count_early)(&r);
 }
 
 static inline int recording(void) { return likely(kvp_watch.on) && !kvp_thread.inside; }
@@ -288,17 +288,20 @@ int kvprobe_detach(void) {
 
 /* ---- one call ------------------------------------------------------------------------------------------------ */
 
-enum what { A_COPY, A_CALL, A_LAUNCH, A_EVENT, A_WAIT, A_FREE };
+enum what { A_COPY, A_PLAIN_COPY, A_CALL, A_LAUNCH, A_EVENT, A_WAIT, A_FREE };
 
 /* The batch that this thread is about to submit. */
 static __thread struct kvp_pieces batch __attribute__((tls_model("initial-exec")));
 
+/* What few calls do gets the record by value (ring_write.h says why), and returns its start_ns. */
+
 /* A process's first call, or that of a thread that has no section. */
-static KVP_RARE void begin_first(kvp_record *r) {
-    if (!kvp_ring_is_open() && !open_ring()) return;
+static KVP_RARE uint64_t begin_first(kvp_record r) {
+    if (!kvp_ring_is_open() && !open_ring()) return r.start_ns;
     kvp_thread.inside = IN_KVPROBE;
-    if (r->dur_ns != KVP_UNTIMED) r->start_ns = kvp_clock();
-    kvp_ring_enter(r->call, r->stream, r->start_ns);
+    if (r.dur_ns != KVP_UNTIMED) r.start_ns = kvp_clock();
+    kvp_ring_enter(r.call, r.stream, r.start_ns);
+    return r.start_ns;
 }
 
 static inline __attribute__((always_inline)) int is_timed(enum what what) {
@@ -306,28 +309,51 @@ static inline __attribute__((always_inline)) int is_timed(enum what what) {
 }
 
 /* What is asked of a call only where something else goes on: a capture, a test, a tool, a witness. */
-static KVP_RARE void begin_unusual(kvp_record *r, enum what what) {
+static KVP_RARE uint64_t begin_unusual(kvp_record r, enum what what) {
     if (what == A_EVENT || !kvp_watch.marks)
-        if (kvp_watch.captures) kvp_mark_beside(r);
+        if (kvp_watch.captures) kvp_mark_beside(&r);
     if (what == A_COPY && kvp_watch.witness) {
-        kvp_witness_before(r, &batch);
-        r->start_ns = kvp_clock();
+        kvp_witness_before(&r, &batch);
+        r.start_ns = kvp_clock();
     }
-    if (what == A_FREE && kvp_watch.witness) kvp_witness_frees(r->call);
+    if (what == A_FREE && kvp_watch.witness) kvp_witness_frees(r.call);
     if (kvp_watch.gate) kvp_gate_begin();
-    if (kvp_watch.nvtx && what != A_LAUNCH && what != A_EVENT && what != A_WAIT) kvp_nvtx_range_push(r);
+    if (kvp_watch.nvtx && what != A_LAUNCH && what != A_EVENT && what != A_WAIT) kvp_nvtx_range_push(&r);
+    return r.start_ns;
 }
 
-static KVP_RARE void end_unusual(kvp_record *r, enum what what) {
+static KVP_RARE void end_unusual(kvp_record r, enum what what) {
     if (kvp_watch.nvtx && what != A_LAUNCH && what != A_EVENT && what != A_WAIT) kvp_nvtx_range_pop();
-    if (kvp_watch.captures && !r->result) kvp_graph_holds(r);
-    if (what == A_COPY && kvp_watch.witness) kvp_witness_after(r, &batch);
-    if (kvp_watch.gate) kvp_gate(r);
+    if (kvp_watch.captures && !r.result) kvp_graph_holds(&r);
+    if (what == A_COPY && kvp_watch.witness) kvp_witness_after(&r, &batch);
+    if (kvp_watch.gate) kvp_gate(&r);
 }
 
-static KVP_RARE void begin_after_pause(kvp_record *r, uint64_t paused_ns) {
-    kvp_pause_ends(r->start_ns, paused_ns);
-    r->start_ns = kvp_clock();
+static KVP_RARE uint64_t begin_after_pause(uint64_t now, uint64_t paused_ns) {
+    if (!kvp_thread.ended) return now; /* a thread's first call */
+    kvp_pause_ends(now, paused_ns);
+    return kvp_clock();
+}
+
+static KVP_RARE uint64_t look_at_device(kvp_record r) {
+    kvp_device_look(&r);
+    return r.start_ns;
+}
+
+static KVP_RARE uint64_t mark_before(kvp_record r, int timed) {
+    return kvp_mark_before(&r) && timed ? kvp_clock() : r.start_ns;
+}
+
+static KVP_RARE void mark_after(kvp_record r) { kvp_mark_after(&r); }
+static KVP_RARE void pages_before(kvp_record r) { kvp_pages_before(&r); }
+static KVP_RARE void pages_after(kvp_record r) { kvp_pages_after(&r); }
+static KVP_RARE void look_at_contents(kvp_record r) { kvp_contents_look(&r); }
+static __attribute__((noinline)) void write_totals(kvp_record r) { kvp_ring_write(&r, KVP_KEEP_SEVERAL); }
+
+/* A plain copy (is_plain) is one of which none of what few calls ask is asked; all the rest is a call's as any other's.
+ */
+static inline __attribute__((always_inline)) int is_copy(enum what what) {
+    return what == A_COPY || what == A_PLAIN_COPY;
 }
 
 static inline __attribute__((always_inline)) void begin(kvp_record *r, enum what what) {
@@ -338,19 +364,22 @@ static inline __attribute__((always_inline)) void begin(kvp_record *r, enum what
         r->start_ns = kvp_clock();
     else
         r->dur_ns = KVP_UNTIMED;
-    if (what == A_COPY) __builtin_prefetch(&kvp_known);
-    if (unlikely(!kvp_ring_entered(r->call, r->stream, r->start_ns))) begin_first(r);
+    if (is_copy(what)) __builtin_prefetch(&kvp_thread.src);
+    if (unlikely(!kvp_ring_entered(r->call, r->stream, r->start_ns))) r->start_ns = begin_first(kvp_apart(r));
     uint32_t since = (uint32_t)(r->start_ns >> 10) - kvp_thread.ended;
-    if (unlikely(since > KVP_PAUSE_NS >> 10) && timed && kvp_thread.ended) begin_after_pause(r, (uint64_t)since << 10);
-    if (what == A_COPY && unlikely(kvp_watch.device_looks)) kvp_device_look(r);
+    if (unlikely(since > KVP_PAUSE_NS >> 10) && timed)
+        r->start_ns = begin_after_pause(r->start_ns, (uint64_t)since << 10);
+    if (what == A_COPY && unlikely(kvp_watch.device_looks)) r->start_ns = look_at_device(kvp_apart(r));
     if (likely(kvp_watch.marks)) {
         if (what == A_EVENT)
             kvp_mark_event(r->stream);
-        else if (!(what == A_COPY && likely(kvp_mark_copy(r))) && kvp_mark_before(r) && timed)
-            r->start_ns = kvp_clock();
+        else if (!(what == A_PLAIN_COPY || (what == A_COPY && !kvp_watch.blocking)) ||
+                 unlikely(!kvp_mark_copy(r->stream, r->direction, r->bytes, r->start_ns)))
+            r->start_ns = mark_before(kvp_apart(r), timed);
     }
-    if (unlikely(kvp_watch.unusual)) begin_unusual(r, what);
-    if ((what == A_COPY || what == A_FREE) && unlikely(r->bytes >= KVP_PAGES_FROM)) kvp_pages_before(r);
+    if (what == A_PLAIN_COPY) return;
+    if (unlikely(kvp_watch.unusual)) r->start_ns = begin_unusual(kvp_apart(r), what);
+    if ((what == A_COPY || what == A_FREE) && unlikely(r->bytes >= KVP_PAGES_FROM)) pages_before(kvp_apart(r));
 }
 
 static inline __attribute__((always_inline)) void end(kvp_record *r, enum what what, int result) {
@@ -363,27 +392,34 @@ static inline __attribute__((always_inline)) void end(kvp_record *r, enum what w
         if (unlikely(dur_ns > KVP_LONG_CALL_NS)) kvp_pause_may_begin(now);
     }
     if (what == A_FREE) kvp_forget_ranges();
-    unsigned code = likely((unsigned)result < 65535) ? (unsigned)result : 65535;
-    unsigned direction = what == A_COPY && likely(!result) ? kvp_classify(r) : r->direction;
+    unsigned code = likely((unsigned)result < 65535) ? (unsigned)result : 65535, node, direction;
+    if (what == A_PLAIN_COPY) {
+        unsigned memory = likely(r->direction == KVP_H2D) ? kvp_host_memory(r->src, &kvp_thread.src)
+                                                          : kvp_host_memory(r->dst, &kvp_thread.dst);
+        direction = r->direction | (memory & 15) << 4, node = memory >> 8;
+    } else {
+        direction = what == A_COPY && likely(!result) ? kvp_classify(r) : r->direction;
+        node = kvp_thread.node;
+    }
     r->result = (uint16_t)code;
     r->direction = (uint8_t)direction;
     uint64_t last = kvp_ring_last(r, code, direction);
-    int detail = kvp_watch.detail;
+    int detail = what == A_PLAIN_COPY ? DETAIL_COPIES : kvp_watch.detail;
     if (what == A_EVENT || what == A_LAUNCH) /* they would wash copies out of the ring */
         kvp_ring_written(r, dur_ns, last, timed,
                          detail == DETAIL_LAUNCHES ? KVP_KEEP_ALL
                          : timed                   ? KVP_KEEP_SLOW
-                                                   : KVP_KEEP_NONE);
+                                                   : KVP_KEEP_NONE,
+                         node);
     else if (likely(detail != DETAIL_TOTALS))
-        kvp_ring_written(r, dur_ns, last, timed, KVP_KEEP_ALL);
+        kvp_ring_written(r, dur_ns, last, timed, KVP_KEEP_ALL, node);
     else
-        kvp_ring_write(r, KVP_KEEP_SEVERAL);
-    if ((what == A_COPY || what == A_FREE) && unlikely(r->bytes >= KVP_PAGES_FROM)) kvp_pages_after(r);
-    if (what != A_EVENT && unlikely(kvp_thread.mark)) kvp_mark_after(r);
-    if (what == A_COPY && unlikely(kvp_contents_due(r))) kvp_contents_look(r);
-    if (unlikely(kvp_watch.unusual)) end_unusual(r, what);
-    kvp_thread.node = 0;
-    kvp_thread.inside = OUTSIDE;
+        write_totals(kvp_apart(r));
+    if ((what == A_COPY || what == A_FREE) && unlikely(r->bytes >= KVP_PAGES_FROM)) pages_after(kvp_apart(r));
+    if (what != A_EVENT && unlikely(kvp_thread.mark)) mark_after(kvp_apart(r));
+    if (is_copy(what) && unlikely(kvp_contents_due(r))) look_at_contents(kvp_apart(r));
+    if (unlikely(kvp_watch.unusual)) end_unusual(kvp_apart(r), what);
+    kvp_thread.doing = OUTSIDE;
 }
 
 /* Both of each kind once: the functions that a program uses by turns share the code. */
@@ -396,6 +432,17 @@ AROUND(A_LAUNCH)
 AROUND(A_EVENT)
 AROUND(A_WAIT)
 AROUND(A_FREE)
+static KVP_RARE int end_failed(kvp_record r, int result) {
+    end_A_COPY(&r, result);
+    return result;
+}
+
+/* Whether a copy is what most of them are: between host and device by its own word, in a process in which nothing is
+ * asked of copies but to be recorded, and not so large that it matters for how long it keeps its thread. */
+static inline __attribute__((always_inline)) int is_plain(unsigned direction, size_t bytes) {
+    return likely(kvp_watch.mode == KVP_PLAIN_MODE) && likely(!kvp_watch.unusual) && likely(!kvp_thread.doing) &&
+           likely(direction - 1 < KVP_D2H) && likely(bytes < KVP_PAGES_FROM);
+}
 
 /* Four bits for each of cudaMemcpyKind: a table would be another line to come. */
 static inline uint8_t direction_of(int kind) {
@@ -411,9 +458,13 @@ static inline uint8_t direction_of(int kind) {
  * as it came. */
 #define CALL(NAME, WHAT, ...) CALL_BY(NAME, WHAT, real(NAME##_A), __VA_ARGS__)
 #define CALL_BY(NAME, WHAT, MADE, ...)                                                                                 \
+    CALL_IS(NAME)                                                                                                      \
+    AS_ANY(NAME, NAME##_via, inline __attribute__((always_inline)), WHAT, MADE, __VA_ARGS__)
+#define CALL_IS(NAME)                                                                                                  \
     typedef int NAME##_fn(NAME##_P);                                                                                   \
-    static inline enum inside NAME##_level(void) { return #NAME[2] == 'd' ? IN_RUNTIME : IN_DRIVER; } /* cuda or cu */ \
-    static inline __attribute__((always_inline)) int NAME##_via(any_fn *function, const int per_thread, NAME##_P) {    \
+    static inline enum inside NAME##_level(void) { return #NAME[2] == 'd' ? IN_RUNTIME : IN_DRIVER; } /* cuda or cu */
+#define AS_ANY(NAME, VIA, IN_LINE, WHAT, MADE, ...)                                                                    \
+    static IN_LINE int VIA(any_fn *function, const int per_thread, NAME##_P) {                                         \
         NAME##_fn *real = (NAME##_fn *)function;                                                                       \
         (void)per_thread;                                                                                              \
         if (unlikely(!real)) return SYMBOL_NOT_FOUND;                                                                  \
@@ -426,7 +477,7 @@ static inline uint8_t direction_of(int kind) {
             kvp_thread.inside = NAME##_level();                                                                        \
             int result = real(NAME##_A);                                                                               \
             kvp_thread.inside = was;                                                                                   \
-            count_interrupting(&r);                                                                                    \
+            count_interrupting(r);                                                                                     \
             return result;                                                                                             \
         }                                                                                                              \
         begin_##WHAT(&r);                                                                                              \
@@ -436,6 +487,26 @@ static inline uint8_t direction_of(int kind) {
         end_##WHAT(&r, result);                                                                                        \
         return result;                                                                                                 \
     }
+/* A copy that programs make by the thousand: where it is plain all of it is in its own wrapper, and the record is never
+ * in memory before it is in the ring. `DIRECTION`: enum kvp_direction where it is KVP_H2D or KVP_D2H, else anything. */
+#define COPY_BY(NAME, DIRECTION, MADE, IS)                                                                             \
+    CALL_IS(NAME)                                                                                                      \
+    AS_ANY(NAME, NAME##_any, KVP_HOT __attribute__((noinline)), A_COPY, MADE, IS)                                      \
+    static inline __attribute__((always_inline)) int NAME##_via(any_fn *function, const int per_thread, NAME##_P) {    \
+        NAME##_fn *real = (NAME##_fn *)function;                                                                       \
+        unsigned direction = (DIRECTION);                                                                              \
+        if (unlikely(!real || !is_plain(direction, bytes))) return NAME##_any(function, per_thread, NAME##_A);         \
+        kvp_record r = {.count = 1};                                                                                   \
+        IS;                                                                                                            \
+        r.direction = (uint8_t)direction;                                                                              \
+        begin(&r, A_PLAIN_COPY);                                                                                       \
+        kvp_thread.inside = NAME##_level();                                                                            \
+        int result = real(NAME##_A);                                                                                   \
+        kvp_thread.inside = IN_KVPROBE;                                                                                \
+        if (unlikely(result)) return end_failed(kvp_apart(&r), result);                                                \
+        end(&r, A_PLAIN_COPY, 0);                                                                                      \
+        return 0;                                                                                                      \
+    }
 
 #define COPY_IS(CALL_ID, DST, SRC, BYTES, DIRECTION, ON)                                                               \
     r.call = CALL_ID, r.dst = WORD(DST), r.src = WORD(SRC), r.bytes = (BYTES), r.direction = (DIRECTION),              \
@@ -444,7 +515,8 @@ static inline uint8_t direction_of(int kind) {
 #define cudaMemcpyAsync_P void *dst, const void *src, size_t bytes, int kind, void *stream
 #define cudaMemcpyAsync_A dst, src, bytes, kind, stream
 #define CURED(NAME, KIND, ON, TO_END) KVP_CURED(real(NAME##_A), WORD(dst), WORD(src), bytes, KIND, STREAM(ON), TO_END)
-CALL_BY(cudaMemcpyAsync, A_COPY, CURED(cudaMemcpyAsync, kind, stream, 0),
+_Static_assert(KVP_H2D == 1 && KVP_D2H == 2, "as in cudaMemcpyKind");
+COPY_BY(cudaMemcpyAsync, (unsigned)kind, CURED(cudaMemcpyAsync, kind, stream, 0),
         COPY_IS(1, dst, src, bytes, direction_of(kind), stream))
 
 #define cudaMemcpy2DAsync_P                                                                                            \
@@ -577,10 +649,12 @@ CALL(cuMemcpyBatchAsync_v2, A_COPY, BATCH_IS(9, eighth))
 CALL_BY(cuMemcpyAsync, A_COPY, CURED(cuMemcpyAsync, 4, stream, 0), COPY_IS(4, dst, src, bytes, KVP_DIR_UNKNOWN, stream))
 #define cuMemcpyHtoDAsync_P uint64_t dst, const void *src, size_t bytes, void *stream
 #define cuMemcpyHtoDAsync_A dst, src, bytes, stream
-CALL_BY(cuMemcpyHtoDAsync, A_COPY, CURED(cuMemcpyHtoDAsync, 1, stream, 0), COPY_IS(5, dst, src, bytes, KVP_H2D, stream))
+COPY_BY(cuMemcpyHtoDAsync, KVP_H2D, CURED(cuMemcpyHtoDAsync, 1, stream, 0),
+        COPY_IS(5, dst, src, bytes, KVP_H2D, stream))
 #define cuMemcpyDtoHAsync_P void *dst, uint64_t src, size_t bytes, void *stream
 #define cuMemcpyDtoHAsync_A dst, src, bytes, stream
-CALL_BY(cuMemcpyDtoHAsync, A_COPY, CURED(cuMemcpyDtoHAsync, 2, stream, 0), COPY_IS(6, dst, src, bytes, KVP_D2H, stream))
+COPY_BY(cuMemcpyDtoHAsync, KVP_D2H, CURED(cuMemcpyDtoHAsync, 2, stream, 0),
+        COPY_IS(6, dst, src, bytes, KVP_D2H, stream))
 #define cuMemcpyDtoDAsync_P uint64_t dst, uint64_t src, size_t bytes, void *stream
 #define cuMemcpyDtoDAsync_A dst, src, bytes, stream
 CALL(cuMemcpyDtoDAsync, A_COPY, COPY_IS(7, dst, src, bytes, KVP_D2D, stream))

@@ -237,10 +237,10 @@ enum kvp_wait {
 /* Bucket of a duration: four buckets to the octave from 4 ns, so a percentile read back is within 12.5% of the truth;
  * the last bucket takes everything from about 7.5 s. Lower bound of bucket b: b < 4 ? b : (4 + b % 4) << (b / 4 - 1).
  */
-static inline unsigned kvp_bucket(uint64_t ns) {
-    if (ns < 4) return (unsigned)ns;
-    unsigned e = 63u ^ (unsigned)__builtin_clzll(ns);
-    unsigned b = e * 4 - 8 + (unsigned)(ns >> (e - 2)); /* 4 to 7 */
+static inline uint64_t kvp_bucket(uint64_t ns) {
+    uint64_t e =
+        63u ^ (unsigned)__builtin_clzll(ns | 4); /* below 4 ns a bucket is a nanosecond, as in the next octave */
+    uint64_t b = e * 4 - 8 + (ns >> (e - 2));    /* 0 to 7 */
     return b < KVP_BUCKETS ? b : KVP_BUCKETS - 1;
 }
 

@@ -144,7 +144,7 @@ static int map_section(struct section *section, uint32_t number) {
     section->number = number;
     section->slots_ready = FIRST_SLOTS < ring.slot_count ? FIRST_SLOTS : ring.slot_count;
     section->slots = (kvp_slot *)((char *)memory + KVP_HEADER_BYTES);
-    section->ring = (kvp_record *)(section->slots + ring.slot_count);
+    section->ring = section->next = section->ready = (kvp_record *)(section->slots + ring.slot_count);
     section->slow = section->ring + ring.ring_capacity;
     section->last = section->slots; /* no call's yet */
     section->counter = section->slots->histogram;
@@ -238,16 +238,11 @@ struct section *kvp_ring_attach(void) {
 
 /* ---- slots -------------------------------------------------------------------------------------------------- */
 
-static inline int same_key(const kvp_slot *slot, const kvp_record *r) {
-    return slot->stream == r->stream && slot->call == r->call && slot->direction == r->direction;
-}
-
-kvp_slot *kvp_ring_find_slot(struct section *section, const kvp_record *r) {
-    uint64_t key = (r->stream ^ ((uint64_t)r->call << 48) ^ ((uint64_t)r->direction << 56)) * 0x9E3779B97F4A7C15u;
-    uint32_t at = (uint32_t)(key >> 55); /* 9 bits: KVP_RING_INDEX */
+kvp_slot *kvp_ring_find_slot(struct section *section, uint64_t stream, uint16_t key) {
+    uint32_t at = (uint32_t)((stream ^ (uint64_t)key << 48) * 0x9E3779B97F4A7C15u >> 55); /* 9 bits: KVP_RING_INDEX */
     for (; section->index[at]; at = (at + 1) % KVP_RING_INDEX) {
         kvp_slot *slot = &section->slots[section->index[at] - 1];
-        if (same_key(slot, r)) return section->last = slot;
+        if (slot->stream == stream && (slot->call | slot->direction << 8) == key) return section->last = slot;
     }
     uint32_t number = section->header->slots_used;
     if (number >= section->slots_ready) {
@@ -259,21 +254,21 @@ kvp_slot *kvp_ring_find_slot(struct section *section, const kvp_record *r) {
         section->slots_ready += more;
     }
     kvp_slot *slot = &section->slots[number];
-    slot->stream = r->stream;
-    slot->direction = r->direction;
-    __atomic_store_n(&slot->call, r->call, __ATOMIC_RELEASE);
+    slot->stream = stream;
+    slot->direction = (uint8_t)(key >> 8);
+    __atomic_store_n(&slot->call, (uint8_t)key, __ATOMIC_RELEASE);
     __atomic_store_n(&section->header->slots_used, number + 1, __ATOMIC_RELEASE);
     section->index[at] = (uint16_t)(number + 1);
     return section->last = slot;
 }
 
-void kvp_ring_over(const kvp_record *r) {
+void kvp_ring_over(kvp_record r) {
     kvp_file_header *header = get(ring.header);
     if (!header || !kvp_ring_epoch()) return;
-    unsigned call = r->call < 128 ? r->call : 0;
+    unsigned call = r.call < 128 ? r.call : 0;
     __atomic_fetch_add(&header->over_count[call], 1, __ATOMIC_RELAXED);
-    __atomic_fetch_add(&header->over_bytes[call], r->bytes, __ATOMIC_RELAXED);
-    if (r->dur_ns != KVP_UNTIMED) __atomic_fetch_add(&header->over_dur_ns[call], r->dur_ns, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&header->over_bytes[call], r.bytes, __ATOMIC_RELAXED);
+    if (r.dur_ns != KVP_UNTIMED) __atomic_fetch_add(&header->over_dur_ns[call], r.dur_ns, __ATOMIC_RELAXED);
 }
 
 /* ---- detail ------------------------------------------------------------------------------------------------- */
@@ -293,9 +288,10 @@ static void grow_ring(struct section *section, kvp_record *records, uint64_t *re
 
 void kvp_ring_grow(struct section *section) {
     volatile uint64_t *capacity = &section->header->ring_records;
-    if (section->ring_ready < *capacity)
-        grow_ring(section, section->ring, &section->ring_ready, FIRST_RECORDS, capacity);
-    if (section->ring_at >= section->ring_ready) section->ring_at = 0;
+    uint64_t ready = (uint64_t)(section->ready - section->ring);
+    if (ready < *capacity) grow_ring(section, section->ring, &ready, FIRST_RECORDS, capacity);
+    section->ready = section->ring + ready;
+    if (section->next == section->ready) section->next = section->ring;
 }
 
 static inline int is_slow(const kvp_record *r) { return r->dur_ns != KVP_UNTIMED && r->dur_ns >= kvp_process.slow_ns; }
@@ -403,14 +399,11 @@ static void keep_failed(kvp_section_header *header, const kvp_record *r) {
     __atomic_store_n(&header->failed_used, used + 1, __ATOMIC_RELEASE);
 }
 
-void kvp_ring_keep_unusual(struct section *section, const kvp_record *r, int detail) {
-    if (is_slow(r) && detail && !is_file(r->call)) append_slow(section, r);
-    if (is_failed(r)) keep_failed(section->header, r);
-}
-
-void kvp_ring_count_unusual(kvp_slot *slot, const kvp_record *r) {
-    if (is_slow(r)) slot->slow++, slot->slow_ns += r->dur_ns;
-    if (is_failed(r)) slot->errors++;
+void kvp_ring_unusual(struct section *section, kvp_slot *slot, kvp_record r, int detail) {
+    if (is_slow(&r) && detail && !is_file(r.call)) append_slow(section, &r);
+    if (is_failed(&r)) keep_failed(section->header, &r);
+    if (slot && is_slow(&r)) slot->slow++, slot->slow_ns += r.dur_ns;
+    if (slot && is_failed(&r)) slot->errors++;
 }
 
 KVP_HOT int kvp_ring_enter(uint32_t call, uint64_t stream, uint64_t now_ns) {
@@ -418,7 +411,8 @@ KVP_HOT int kvp_ring_enter(uint32_t call, uint64_t stream, uint64_t now_ns) {
 }
 
 KVP_HOT void kvp_ring_write(const kvp_record *r, int detail) {
-    kvp_ring_written(r, r->dur_ns, kvp_ring_last(r, r->result, r->direction), r->dur_ns != KVP_UNTIMED, detail);
+    kvp_ring_written(r, r->dur_ns, kvp_ring_last(r, r->result, r->direction), r->dur_ns != KVP_UNTIMED, detail,
+                     kvp_thread.node);
 }
 
 void kvp_ring_note(const kvp_record *r) {
@@ -718,7 +712,7 @@ void kvp_ring_release(void) {
 
 void kvp_ring_seal(int on) { ring.sealed = on; }
 
-void kvp_ring_count(const kvp_record *record) { kvp_ring_over(record); }
+void kvp_ring_count(const kvp_record *record) { kvp_ring_over(*record); }
 
 int kvp_ring_is_open(void) { return kvp_ring_epoch() != 0; }
 

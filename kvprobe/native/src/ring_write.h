@@ -14,7 +14,7 @@ struct section {
     kvp_slot *last;             /* newest call's; at first the first one, which no call has */
     uint64_t *counter;          /* of its histogram */
     kvp_record *ring;
-    uint64_t ring_at, ring_ready; /* where the next record goes; records with disk space behind them */
+    kvp_record *next, *ready; /* where the next record goes; the first one with no disk space behind it */
     kvp_slot *slots;
     kvp_record *slow;
     uint64_t slow_at, slow_ready; /* likewise, slow ring */
@@ -34,12 +34,15 @@ struct kvp_alive {
 
 /* ring.c */
 KVP_HIDDEN KVP_RARE struct section *kvp_ring_attach(void); /* this thread's section, made or taken over; NULL: none */
-KVP_HIDDEN KVP_RARE void kvp_ring_over(const kvp_record *r);
-KVP_HIDDEN __attribute__((noinline)) kvp_slot *kvp_ring_find_slot(struct section *section, const kvp_record *r);
+/* `key`: a slot's call and direction, as kvp_ring_last has them. */
+KVP_HIDDEN __attribute__((noinline)) kvp_slot *kvp_ring_find_slot(struct section *section, uint64_t stream,
+                                                                  uint16_t key);
 KVP_HIDDEN KVP_RARE void kvp_ring_grow(struct section *section);
+/* Records by value, made by kvp_apart: one whose address is given away anywhere lies in memory everywhere, and that of
+ * a copy is to stay in registers. */
+KVP_HIDDEN KVP_RARE void kvp_ring_over(kvp_record r);
 /* A call that was slow or returned something else than 0. */
-KVP_HIDDEN KVP_RARE void kvp_ring_keep_unusual(struct section *section, const kvp_record *r, int detail);
-KVP_HIDDEN KVP_RARE void kvp_ring_count_unusual(kvp_slot *slot, const kvp_record *r);
+KVP_HIDDEN KVP_RARE void kvp_ring_unusual(struct section *section, kvp_slot *slot, kvp_record r, int detail);
 KVP_HIDDEN __attribute__((noinline)) void kvp_ring_sum_up(struct section *section, const kvp_record *r);
 
 #define kvp_likely(x) __builtin_expect(!!(x), 1)
@@ -54,6 +57,21 @@ static inline struct section *kvp_ring_section(void) {
     struct section *section = kvp_thread.section;
     if (kvp_likely(section && kvp_thread.epoch == kvp_ring_epoch())) return section;
     return kvp_ring_attach();
+}
+
+static inline __attribute__((always_inline)) kvp_record kvp_apart(const kvp_record *r) {
+    return (kvp_record){.start_ns = r->start_ns,
+                        .dur_ns = r->dur_ns,
+                        .stream = r->stream,
+                        .src = r->src,
+                        .dst = r->dst,
+                        .bytes = r->bytes,
+                        .tid = r->tid,
+                        .transfer = r->transfer,
+                        .count = r->count,
+                        .result = r->result,
+                        .call = r->call,
+                        .direction = r->direction};
 }
 
 /* A record's last word, composed: a load that is wider than a store just before it waits until that has left the
@@ -92,7 +110,7 @@ static inline int kvp_ring_entered(uint32_t call, uint64_t stream, uint64_t now_
      * and no harm done, which ThreadSanitizer cannot know. */
 #ifndef __SANITIZE_THREAD__
     __builtin_prefetch(header, 1);
-    __builtin_prefetch(&section->ring[section->ring_at], 1);
+    __builtin_prefetch(section->next, 1);
     __builtin_prefetch(section->last, 1);
     __builtin_prefetch(section->last->node_bytes, 1);
     __builtin_prefetch(section->counter, 1);
@@ -103,24 +121,24 @@ static inline int kvp_ring_entered(uint32_t call, uint64_t stream, uint64_t now_
 /* One record more in the ring of all calls. */
 static inline void kvp_ring_append(struct section *section, kvp_section_header *header, const kvp_record *r,
                                    uint64_t dur_ns, uint64_t last) {
-    if (kvp_unlikely(section->ring_at >= section->ring_ready)) {
+    if (kvp_unlikely(section->next == section->ready)) {
         kvp_ring_grow(section);
-        if (!section->ring_ready) return;
+        if (section->next == section->ready) return;
     }
-    kvp_ring_put(&section->ring[section->ring_at], r, dur_ns, last, header->tid);
-    section->ring_at += 1;
+    kvp_ring_put(section->next++, r, dur_ns, last, header->tid);
     __atomic_store_n(&header->head, header->head + 1, __ATOMIC_RELEASE);
 }
 
-/* kvp_ring_write, inline. `dur_ns` and `last` (kvp_ring_last) are the record's, as the caller has them in registers. */
+/* kvp_ring_write, inline. `dur_ns` and `last` (kvp_ring_last) are the record's, as the caller has them in registers;
+ * node: as in kvp_thread. */
 static inline __attribute__((always_inline)) void kvp_ring_written(const kvp_record *r, uint64_t dur_ns, uint64_t last,
-                                                                   int timed, int detail) {
+                                                                   int timed, int detail, unsigned node) {
     typedef uint64_t pair_of_u64 __attribute__((vector_size(16), may_alias));
     struct section *section = kvp_ring_section();
     kvp_section_header *header =
         kvp_likely(section != NULL) ? __atomic_load_n(&section->header, __ATOMIC_ACQUIRE) : NULL;
     if (kvp_unlikely(!section || __atomic_load_n(&header->busy, __ATOMIC_ACQUIRE))) {
-        kvp_ring_over(r);
+        kvp_ring_over(kvp_apart(r));
         return;
     }
     __atomic_store_n(&header->busy, 1, __ATOMIC_RELEASE);
@@ -128,7 +146,7 @@ static inline __attribute__((always_inline)) void kvp_ring_written(const kvp_rec
     if (kvp_unlikely(kvp_thread.epoch != kvp_ring_epoch())) {
         /* closed since; if the section is another's, that one's call now went to over_* */
         __atomic_store_n(&header->busy, 0, __ATOMIC_RELEASE);
-        kvp_ring_over(r);
+        kvp_ring_over(kvp_apart(r));
         return;
     }
     __atomic_store_n(&header->in_call, 0, __ATOMIC_RELEASE);
@@ -137,12 +155,12 @@ static inline __attribute__((always_inline)) void kvp_ring_written(const kvp_rec
         kvp_ring_append(section, header, r, dur_ns, last);
     else if (detail == KVP_KEEP_SEVERAL)
         kvp_ring_sum_up(section, r);
-    int unusual = (timed && dur_ns >= kvp_process.slow_ns) || (uint16_t)(last >> 32);
-    if (kvp_unlikely(unusual)) kvp_ring_keep_unusual(section, r, detail);
     kvp_slot *slot = section->last;
     uint16_t key = (uint16_t)(last >> 48);
     if (kvp_unlikely(slot->stream != r->stream || (slot->call | slot->direction << 8) != key))
-        slot = kvp_ring_find_slot(section, r);
+        slot = kvp_ring_find_slot(section, r->stream, key);
+    if (kvp_unlikely((timed && dur_ns >= kvp_process.slow_ns) || (uint16_t)(last >> 32)))
+        kvp_ring_unusual(section, slot, kvp_apart(r), detail);
     if (kvp_likely(slot != NULL)) {
         if (timed) {
             uint64_t *counter = &slot->histogram[kvp_bucket(dur_ns)];
@@ -153,14 +171,12 @@ static inline __attribute__((always_inline)) void kvp_ring_written(const kvp_rec
             if (kvp_unlikely(dur_ns > slot->max_ns)) slot->max_ns = dur_ns;
         } else
             slot->untimed++;
-        if (kvp_unlikely(unusual)) kvp_ring_count_unusual(slot, r);
         slot->copies += (uint32_t)last;
-        uint32_t node = kvp_thread.node;
         if (node) slot->node_bytes[node < 4 ? node - 1 : 3] += r->bytes;
         __asm__ volatile("" ::: "memory");
         *(pair_of_u64 *)&slot->count += (pair_of_u64){1, r->bytes};
     } else
-        kvp_ring_over(r);
+        kvp_ring_over(kvp_apart(r));
     __atomic_store_n(&header->busy, 0, __ATOMIC_RELEASE);
 }
 

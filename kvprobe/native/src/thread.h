@@ -1,5 +1,6 @@
-/* What a call needs of its thread, in one cache line: a driver's work evicts lines between two calls, and each that has
- * to come back costs its call. Inside one library only; the clock's fast path is here so that it needs no call. */
+/* What a call needs of its thread, in a cache line, and a copy in another: a driver's work evicts lines between two
+ * calls, and each that has to come back costs its call. Inside one library only; the clock's fast path is here so that
+ * it needs no call. */
 #ifndef KVP_THREAD_H
 #define KVP_THREAD_H
 
@@ -19,16 +20,29 @@
 #define KVP_THREAD_ALIGNED
 #endif
 
+struct kvp_range { /* of addresses, of one kind of memory (interposer: memory.c) */
+    uint64_t start, size;
+    uint8_t kind, node; /* enum kvp_memory; of NUMA, plus one: 0 where it was not asked or not told */
+};
+
 struct kvp_thread {
     uint64_t ticks, ns, scale; /* the clock's base pair; scale: ns per tick, 32.32 fixed point */
     void *section;             /* ring.c: this thread's section, and the epoch of the file it is in */
     void *marked;              /* interposer: the stream that it submitted to last, in marks.c */
     uint64_t launches;         /* interposer: kernel launches that this thread has made */
     uint32_t epoch;
-    uint32_t ended;  /* interposer: the newest timed call's end, in 1024 ns; 0: there was none */
-    uint16_t node;   /* interposer: NUMA node of the host side of this copy, plus one; 0 where it is not known */
-    uint16_t mark;   /* interposer: this call's return wants kvp_mark_after */
-    uint32_t inside; /* interposer: the runtime's own calls to the driver belong to the call that made them */
+    uint32_t ended; /* interposer: the newest timed call's end, in 1024 ns; 0: there was none */
+    union {
+        struct {
+            uint16_t node;   /* interposer: NUMA node of the host side of this copy, plus one; 0: not known */
+            uint16_t mark;   /* interposer: this call's return wants kvp_mark_after */
+            uint32_t inside; /* interposer: the runtime's own calls to the driver belong to the call that made them */
+        };
+        uint64_t doing; /* all three. 0 between two calls, stored in one: it is asked in one */
+    };
+    /* The second line, of copies: interposer, memory.c */
+    struct kvp_range src, dst; /* that the newest source and destination were found in */
+    uint32_t generation;       /* of what is known of memory, here and there */
 } KVP_THREAD_ALIGNED;
 
 /* What it needs of its process, in another. */
