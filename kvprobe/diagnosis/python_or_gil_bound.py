@@ -8,7 +8,9 @@ Signature: a gap is a time in which the GPU executes nothing, although the launc
 the gap began. Gaps belong to this cause if one of these is true:
  - There are many short gaps, one for each launch: at least 64 gaps below 200 µs, which together take at least a tenth
    of the time. (Fewer short gaps belong to `waiting_for_host`.) If most of them begin while the thread waits for the
-   GPU, the finding says so, and the first change is not to wait after each kernel.
+   GPU, the finding says so, and the first change is not to wait after each kernel. `kvprobe run` counts launches and
+   does not keep each one. In its recordings, the short gaps must take most of the time of all gaps that were observed,
+   and the thread may wait for the GPU at most once in four launches.
  - Long gaps (1 ms or more) last one or several switch intervals: hardly any long gap is shorter than 4.8 ms, the
    shortest are close to 5 ms, and at least a quarter are below 8 ms. Then other threads hold the lock, and each gives
    the lock up 5 ms after it was asked to.
@@ -55,7 +57,8 @@ from kvprobe.account import OPEN, OUTSIDE_CALLS, Line, Worked, covers_of, who_wo
 from kvprobe.account.outside import waits_for_others
 from kvprobe.account.stretches import NOBODY
 from kvprobe.account.threads import runs_python
-from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, Where, cause_of
+from kvprobe.diagnosis.counted_launches import counted_gaps
+from kvprobe.diagnosis.finding import COUNTED, INFERRED, MEASURED, Change, Evidence, Finding, Loss, Where, cause_of
 from kvprobe.diagnosis.gaps import (
     NO_WORK_NS,
     Gaps,
@@ -78,6 +81,8 @@ MANY_PAUSES = 16
 SWITCH_NS = 5_000_000  # sys.getswitchinterval()
 TIMER = 3  # switch intervals: a thread whose pauses all last so many, or one higher number, sleeps
 TAKES_LOCK = "pthread_cond_timedwait"
+GRAPHS = "Launch many kernels at once: a CUDA graph, torch.compile(mode='reduce-overhead')"
+FUSED = "Use larger batches or fused kernels"
 OTHERS = 8  # one in so many pauses lasts another number of intervals than most do, where threads take turns
 
 
@@ -282,7 +287,53 @@ def _perhaps_asked_for_nothing(joined: JoinedRecording, start: Array, end: Array
 
 def find(joined: JoinedRecording) -> Finding | None:
     """Gaps that the interpreter makes."""
-    return _by_submissions(joined) or _by_idle_gaps(joined) or _by_cpu_time(joined)
+    return _by_submissions(joined) or _by_idle_gaps(joined) or _by_cpu_time(joined) or _by_counted_launches(joined)
+
+
+def _by_counted_launches(joined: JoinedRecording) -> Finding | None:
+    """Short gaps behind kernels whose launches `kvprobe run` counted, on the GPU that waited longest."""
+    if not joined.recording.spans.rows:
+        return None
+    found = []
+    for gpu, one in itertools.product(joined.account.gpus, joined.account.threads):
+        gaps = counted_gaps(joined, gpu, one.caller, SHORT_NS, MANY) if gpu.seen else None
+        if gaps and (lost := int((gaps.end - gaps.start).sum())) >= LEAST_SHARE * gpu.window_ns:
+            found.append((lost, gpu, one, gaps))
+    if not found:
+        return None
+    lost, gpu, one, gaps = max(found, key=lambda each: each[0])
+    return joined.finding(
+        CAUSE,
+        "The GPU was idle for {lost}, because Python was slow to launch kernels",
+        "likely",
+        Loss(
+            lost,
+            len(gaps.start),
+            on="device",
+            window=(int(gaps.start.min()), int(gaps.end.max())),
+            span_ns=gpu.window_ns,
+            places=(Where(pid=one.pid, thread=one.thread, lost_ns=lost, calls=len(gaps.start)),),
+            gaps=(gaps.start, gaps.end),
+            in_calls=(Line.SUBMITTING,),
+        ),
+        evidence=(
+            Evidence(
+                f"between kernels, the GPU ran nothing: {ms(gaps.typical_ns)} each time (median), while a kernel took "
+                f"{ms(gaps.kernel_ns)} (mean)",
+                lost,
+                "ns",
+                MEASURED,
+            ),
+            Evidence(
+                f"the thread launched {gaps.launches:,} kernels, one call each, and was inside these calls for "
+                f"{ms(gaps.calls_ns)}; the calls are counted, and not kept one by one",
+                gaps.launches,
+                "launches",
+                COUNTED,
+            ),
+        ),
+        cure=(Change(GRAPHS, share=1.0), Change(FUSED)),
+    )
 
 
 def _by_cpu_time(joined: JoinedRecording) -> Finding | None:
@@ -483,12 +534,11 @@ def _cure(gaps: Gaps, signs: _Signs, lost: int) -> list[Change]:
     """Changes for each sign; `lost`: what all gaps lost, ns."""
     cure = []
     if signs.short.any():
-        graphs = "Launch many kernels at once: a CUDA graph, torch.compile(mode='reduce-overhead')"
         cure += [
-            Change(f"{graphs}, once nothing waits between the kernels")
+            Change(f"{GRAPHS}, once nothing waits between the kernels")
             if signs.waited.any()
-            else Change(graphs, share=int(gaps.host_ns[signs.short].sum()) / lost),
-            Change("Use larger batches or fused kernels"),
+            else Change(GRAPHS, share=int(gaps.host_ns[signs.short].sum()) / lost),
+            Change(FUSED),
         ]
     if (held := signs.locked | signs.slept).any():
         cure += [

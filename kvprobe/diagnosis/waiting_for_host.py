@@ -38,6 +38,7 @@ import numpy as np
 from kvprobe.account import COPIES, HOST, IDLE, OPEN, GpuAccount, Line, Unknown, Worked, covers_of
 from kvprobe.account.chain import hidden_beside_work
 from kvprobe.account.lines import line_of_calls
+from kvprobe.diagnosis.counted_launches import counts_launches
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, TracedCall, Where, cause_of
 from kvprobe.diagnosis.host_functions import (
     HELD,
@@ -95,6 +96,7 @@ CURES: dict[Line, Change] = {
     Line.TIER: Change("Read ahead of the step that needs the bytes, on another thread", share=1.0),
     Line.ELSEWHERE: Change("Do the thread's other work while the GPU runs the step before", share=1.0),
 }
+LAUNCHED = 10  # of the time that a thread is not in a call that was kept: part in which it launched
 AT_ONCE = 1 << 19  # calls looked at together: a recording may have millions
 BESIDE = (Line.PYTHON, Line.TIER, Line.ELSEWHERE)  # their changes move work beside the GPU's, and take none away
 
@@ -237,6 +239,10 @@ def _part(joined: JoinedRecording, gpu: GpuAccount, line: Line, mine: Array) -> 
     if ns and line == Line.ELSEWHERE:
         name, inside = _call_of_most(joined, gpu, mine)
         did = f"was in {name}" if 2 * inside > ns else ""
+    elif ns and line == Line.PYTHON:
+        callers = np.unique(cut.caller[mine]).tolist()
+        launched = sum(counts_launches(joined, caller)[1] for caller in callers if caller >= 0)
+        did = "was in Python, or launched kernels" if LAUNCHED * launched > ns else ""
     elif ns and line == Line.WAITING_FOR_DEVICE:
         others = [one for one in joined.account.gpus if one is not gpu and {*one.processes} & {*gpu.processes}]
         busy = [_busy(one) for one in others]

@@ -51,6 +51,7 @@ GAPS_NS = np.array([0, 1_000, 1_300, 1_300, 1_300, 1_000, 0, 0, 0], dtype=np.int
 # A mark is reached so long after what stands in front of it: 2,000 copies with a wait each, on the same device.
 MARK_NS = 2_300
 UNSEEN = 5
+SAMPLED = 8  # launches in a run of which one is looked at by itself
 FEWEST = 4  # copies one by one that tell how long one of theirs takes
 LEAST = 0.02  # of a span without work that makes it worth while to cut the span
 
@@ -236,6 +237,9 @@ def _spans(
     fed = busy < length - between  # by the host, one by one: each was as long as the one that a mark followed
     late = np.where(fed, MARK_NS * count, MARK_NS)
     busy = np.where(waits, length, np.maximum(busy - np.minimum(late, busy * 2 // 3), 1))
+    computed, wrong = _launched_one_by_one(records, process, stream, length - between)
+    busy = np.minimum(busy, computed)
+    wrong = np.minimum(wrong, np.where(busy < length - between, busy, 0))
     most = max(1, min(MOST_PIECES, MOST_ROWS // max(1, len(records))))
     pieces = np.where(busy < (1 - LEAST) * length, np.minimum(count, most), 1)
     row = np.repeat(np.arange(len(records)), pieces)
@@ -260,8 +264,38 @@ def _spans(
         "bytes": share(records["bytes"].astype(np.int64)),
         "count": share(count),
         "graph": graph[row],
-        "error_ns": np.zeros(len(row), dtype=np.int64),
+        "error_ns": share(wrong),
     }
+
+
+def _launched_one_by_one(records: Array, process: Array, stream: Array, most: Array) -> tuple[Array, Array]:
+    """How long the kernels of each span took, and how far that may be off, ns (spans,); `most` where nothing tells.
+
+    A mark behind many launches shows when the last of them was over, not whether the device waited for each. In the
+    middle of a run one launch stands between two marks at times, and tells how long one takes (`busy` of that run).
+    From the newest launch of a run to its end the device had work: that much is certain.
+    """
+    count, tid = records["count"].astype(np.int64), records["tid"].astype(np.int64)
+    told, kernels = records["dst"].astype(np.int64), records["result"] == 1
+    out, wrong = most.copy(), np.zeros(len(records), dtype=np.int64)
+    sampled = kernels & (count >= SAMPLED) & (tid > 1) & (tid <= PACE_NS) & (told < records["dur_ns"].astype(np.int64))
+    for owner, one in np.unique(np.stack((process[sampled], stream[sampled])), axis=1).T.tolist():
+        mine = kernels & (process == owner) & (stream == one)
+        some = np.flatnonzero(mine & sampled)
+        if len(some) < FEWEST:
+            continue
+        each = told[some] / count[some]
+        each = np.maximum(each - MARK_NS, each / 3)
+        order = np.argsort(each)
+        upto = np.cumsum(count[some][order]) / count[some].sum()
+        low, high = (float(each[order][np.searchsorted(upto, part)]) for part in (0.1, 0.9))
+        mean = float((each * count[some]).sum() / count[some].sum())
+        rows = np.flatnonzero(mine & ~sampled & (count > 1))
+        certain = np.minimum(np.maximum(tid[rows] - 1 - MARK_NS, 0), most[rows])
+        took = np.minimum(certain + (count[rows] * mean).astype(np.int64), most[rows])
+        out[rows] = took
+        wrong[rows] = np.minimum(count[rows] * (high - low) / 2, most[rows] - certain).astype(np.int64)
+    return out, wrong
 
 
 def _coverage(start: Array, end: Array, process: Array, device: Array, reason: Array, names: Names) -> Table:
