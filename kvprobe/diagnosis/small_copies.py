@@ -4,8 +4,9 @@ Mechanism: a copy costs the engine about 2 µs before the first byte moves, and 
 a loop of copies reaches 1.3 GB/s on a link of 55 GB/s.
 
 Signature: there are at least 256 copies of one direction below 64 KiB, and the engine takes at least twice as long for
-them as the bytes need at the link's rate. Bursts of small copies behind large copies of other streams have another
-cause, `head_of_line_copies`.
+them as the bytes need at the link's rate. A copy does not count if its thread waits for the GPU and launches something
+both before and after it: such a copy comes alone, and there is nothing to join it with. Bursts of small copies behind
+large copies of other streams have another cause, `head_of_line_copies`.
 
 Time lost: the time that the engine takes longer than the bytes need at the link's rate. The engine's pauses of a few
 microseconds between two copies of a stream count, too, if the second copy was already waiting. Stores count only while
@@ -37,7 +38,7 @@ from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, distinct
 from kvprobe.recordings.link_rate import LinkRate
-from kvprobe.recordings.model import Direction, Engine, Memory
+from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
 
 CAUSE = cause_of(__name__)
 OF_EXECUTIONS = True  # told by what the device executed: without it, not looked for
@@ -103,6 +104,29 @@ def _small_copies(joined: JoinedRecording, direction: Direction) -> Array:
         & (table["count"] <= 1)
         & (table["memory"] != Memory.PAGEABLE)
     )
+
+
+def _come_alone(joined: JoinedRecording, rows: Array) -> Array:
+    """Mask over small copies of one direction that there is nothing to join with.
+
+    Between each and the ones before and after it, its thread waits for the GPU and launches something.
+    """
+    calls, order = joined.x_call[rows], joined.own_time
+    place = np.full(len(joined.kind) + 1, -1, dtype=np.int64)  # -1: a copy whose call is not known
+    place[order] = np.arange(len(order))
+    kind = joined.kind[order]
+    waits = np.cumsum(kind == CallKind.SYNC)
+    launches = np.cumsum(among(kind, (CallKind.LAUNCH, CallKind.GRAPH)))
+    by_call = np.argsort(place[calls], kind="stable")
+    at = place[calls][by_call]
+    known = at >= 0
+    apart = np.ones(len(rows) + 1, dtype=bool)
+    first, second = at[:-1], at[1:]
+    apart[1:-1] = (waits[second] > waits[first]) & (launches[second] > launches[first])
+    apart[1:-1] |= joined.caller[order[second]] != joined.caller[order[first]]
+    mask = np.zeros(len(rows), dtype=bool)
+    mask[by_call] = known & apart[:-1] & apart[1:]
+    return mask
 
 
 def _rate(joined: JoinedRecording, direction: Direction, rows: Array) -> LinkRate:
@@ -176,6 +200,8 @@ class _Side:
 
 def _side(joined: JoinedRecording, direction: Direction) -> _Side | None:
     table, rows = joined.recording.executions, _small_copies(joined, direction)
+    if len(rows) >= MANY:
+        rows = rows[~_come_alone(joined, rows)]
     if len(rows) < MANY:
         return None
     rate = _rate(joined, direction, rows)

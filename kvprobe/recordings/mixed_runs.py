@@ -5,8 +5,9 @@ too often, the marks around all of them tell how long they took together, and ho
 alone are copies, whichever way each goes. Kernels have two bounds: so many kernels of this stream take as long as in
 runs of kernels alone, from the shortest tenth of those to the longest; and they take what so many copies leave, which
 take as long as in runs of copies alone. Copies that are large tell the link's rate, and a computed length would not:
-runs with such copies are not told. Both bounds must be known and leave less than 2 * MOST of the run open: its
-kernels get the middle, and so are right to MOST of it. Else what the run was is not told.
+runs of kernels and such copies are not told, and what copies alone took each way has an error, however small. Both
+bounds must be known and leave less than 2 * MOST of the run open: its kernels get the middle, and so are right to MOST
+of it. Else what the run was is not told.
 
 Each piece says its part of that error: half of what the bounds leave open. Both bounds come from the same runs of one
 kind, so the errors of many runs add up.
@@ -178,7 +179,8 @@ def _lengths(mixed: Mixed, runs: Runs) -> tuple[Array, Array, Array]:
     divided = mixed.late & bounded & (np.abs(most - least) <= 2 * MOST * mixed.length)
     alone = ((mixed.alone[:, COPIES] >= 0) | (copies == 0)).all(axis=1)
     small = (mixed.bytes[:, COPIES] < LARGE_BYTES * np.maximum(copies, 1)).all(axis=1)
-    known = small & (mixed.many[:, others].sum(axis=1) == 0) & np.where(kernels > 0, divided, mixed.late | alone)
+    known = (small | mixed.late & (kernels == 0)) & (mixed.many[:, others].sum(axis=1) == 0)
+    known &= np.where(kernels > 0, divided, mixed.late | alone)
     took = np.zeros(mixed.many.shape)
     computed = np.clip(np.where(known & (kernels > 0), least + most, 0) / 2, 0, mixed.longest)
     whole = np.where(bounded, computed + np.where(bounded, together[0] + together[1], 0) / 2, mixed.length)
@@ -189,7 +191,8 @@ def _lengths(mixed: Mixed, runs: Runs) -> tuple[Array, Array, Array]:
     one = np.maximum(mixed.alone[:, COPIES] - runs.mark_ns, mixed.alone[:, COPIES] / 3)
     paced = copies * one * np.minimum(mixed.length / np.maximum((copies * one).sum(axis=1), TINY), 1)[:, None]
     took[:, COPIES] = np.where(mixed.late[:, None], weight * rest[:, None], paced)
-    return known, took, _error(mixed, (low, high), np.abs(most - least) / 2, took)
+    error = _error(mixed, (low, high), np.abs(most - least) / 2, took)
+    return known, took, np.maximum(error, np.where(small, 0, 1))  # large ones, each way: computed, as small as that is
 
 
 def _error(mixed: Mixed, bounds: tuple[Array, Array], kernels: Array, took: Array) -> Array:

@@ -7,6 +7,7 @@ import pytest
 
 from kvprobe.probe.ring import COVERAGE, SPAN
 from kvprobe.probe.ring_layout import RECORD
+from kvprobe.recordings.link_rate import link_rate
 from kvprobe.recordings.model import CallKind, Direction, Engine, Recording, Source, Table
 from kvprobe.recordings.run_events import RingRecords
 from kvprobe.recordings.run_marks import REASONS, marks
@@ -167,6 +168,17 @@ def test_large_copies_are_left_to_tell_the_link_s_rate() -> None:
     begin = runs[-1][1]
     recording = read([*runs, (begin, begin + 900, {LOADS: 100, KERNELS: 2}, LATE)], each=KIB * KIB)
     assert untold(recording) == 900
+
+
+def test_large_copies_both_ways_are_copies_and_tell_no_rate() -> None:
+    runs = known([], 3, store=6)
+    begin = runs[-1][1]
+    recording = read([*runs, (begin, begin + 500, {LOADS: 50, STORES: 50}, LATE)], each=KIB * KIB)
+    assert not untold(recording)
+    assert lasted(recording, Engine.COPY, begin) == pytest.approx(500, abs=5)
+    rates = [link_rate(recording, way)[0] for way in (Direction.H2D, Direction.D2H)]
+    before = [link_rate(read(runs, each=KIB * KIB), way)[0] for way in (Direction.H2D, Direction.D2H)]
+    assert rates == before and min(rates) > 0
 
 
 def test_an_end_that_was_not_seen_leaves_no_more_than_that_open() -> None:
