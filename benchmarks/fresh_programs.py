@@ -1,13 +1,14 @@
 """How right the diagnosis is at programs that were written without knowledge of it, and how right its account is.
 
     python benchmarks/record_corpus.py DIR --set fresh    # or blind, unseen, served, sixth, ..., tenth
-    python benchmarks/fresh_programs.py DIR [--only TEXT] [--json FILE]
+    python benchmarks/fresh_programs.py DIR [--only TEXT] [--found-window] [--json FILE]
 
 A recording is right if every cause that its recorder can show is named, no warning is false, the verdict is the
-program's own (healthy, found), and the largest line of the account's losses is the one that the program says. Then the
-account of `kvprobe run` beside the one of Nsight Systems, each line in points of its window (bound 5), those of the
-PyTorch profiler beside it (bound 3), and Nsight's beside a union of intervals that is computed here, out of the tables
-of the recording and nothing else (bound 1).
+program's own (healthy, found), and the largest line of the account's losses is the one that the program says. Of
+recordings of `kvprobe run`, which begin with the process, the program's own part is judged; with --found-window the
+serving window that `kvprobe report` finds by itself. Then the account of `kvprobe run` beside the one of Nsight
+Systems, each line in points of its window (bound 5), those of the PyTorch profiler beside it (bound 3), and Nsight's
+beside a union of intervals that is computed here, out of the tables of the recording and nothing else (bound 1).
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def of_intervals(path: Path, window: Interval) -> Lines:
 # ---- one recording --------------------------------------------------------------------------------------------------
 
 
-def judge(path: Path, program: str, form: str, scratch: Path) -> dict[str, Any]:
+def judge(path: Path, program: str, form: str, scratch: Path, own: bool = True) -> dict[str, Any]:
     """What was said of one recording, and what is wrong with that."""
     from kvprobe.diagnosis import examine
     from kvprobe.diagnosis.verdict import of_recording
@@ -122,7 +123,7 @@ def judge(path: Path, program: str, form: str, scratch: Path) -> dict[str, Any]:
     said = json.loads(path.with_name(f"{program}.truth.json").read_text())
     plain = unpack(path, scratch)
     recording = open_recording(plain)
-    if form == "run":  # a process of its own; the other recorders begin where the program does
+    if form == "run" and own:  # a process of its own; the other recorders begin where the program does
         recording.window = own_window(recording, said)
     found = examine(recording)
     verdict = of_recording(recording, found).to_json()
@@ -191,11 +192,11 @@ def own_window(recording: Recording, said: dict[str, Any]) -> ServingWindow:
     return serving_window(recording, max(end - own - first, 0), end - first)
 
 
-def judged(work: tuple[Path, str, str]) -> dict[str, Any]:
-    path, program, form = work
+def judged(work: tuple[Path, str, str, bool]) -> dict[str, Any]:
+    path, program, form, own = work
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            return judge(path, program, form, Path(scratch))
+            return judge(path, program, form, Path(scratch), own)
         except Exception as error:  # the other recordings are worth having alone
             where = "".join(traceback.format_exception(error))[-1_500:]
             return {"program": program, "format": form, "wrong": [f"failed: {error!r}"], "where": where}
@@ -313,11 +314,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("corpus", type=Path)
     parser.add_argument("--only", default="", help="programs whose name contains this")
+    parser.add_argument("--found-window", action="store_true", help="judge the serving window that kvprobe finds")
     parser.add_argument("--workers", type=int, default=1, help="processes that judge recordings side by side")
     parser.add_argument("--json", type=Path, help="write everything that was said here")
     options = parser.parse_args()
     work = [
-        (options.corpus / form / f"{name}{suffix}", name, form)
+        (options.corpus / form / f"{name}{suffix}", name, form, not options.found_window)
         for name, one in PROGRAMS.items()
         for form, suffix in FORMATS.items()
         if one.line and options.only in name and (options.corpus / form / f"{name}{suffix}").exists()

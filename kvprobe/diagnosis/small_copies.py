@@ -5,8 +5,8 @@ a loop of copies reaches 1.3 GB/s on a link of 55 GB/s.
 
 Signature: there are at least 256 copies of one direction below 64 KiB, and the engine takes at least twice as long for
 them as the bytes need at the link's rate. A copy does not count if its thread waits for the GPU and launches something
-both before and after it: such a copy comes alone, and there is nothing to join it with. Bursts of small copies behind
-large copies of other streams have another cause, `head_of_line_copies`.
+both before and after it, because then nothing can be joined with this copy. Bursts of small copies behind large copies
+of other streams have another cause, `head_of_line_copies`.
 
 Time lost: the time that the engine takes longer than the bytes need at the link's rate. The engine's pauses of a few
 microseconds between two copies of a stream count, too, if the second copy was already waiting. Stores count only while

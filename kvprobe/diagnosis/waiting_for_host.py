@@ -96,6 +96,12 @@ CURES: dict[Line, Change] = {
     Line.TIER: Change("Read ahead of the step that needs the bytes, on another thread", share=1.0),
     Line.ELSEWHERE: Change("Do the thread's other work while the GPU runs the step before", share=1.0),
 }
+SLEPT = "slept, or waited for something outside CUDA"
+WAKE = Change(
+    "Do not let the thread sleep between steps: wait for an event of the step, or submit the next step before that",
+    share=1.0,
+)
+ASLEEP = 0.25  # of pauses in which the process used a CPU, at most
 LAUNCHED = 10  # of the time that a thread is not in a call that was kept: part in which it launched
 AT_ONCE = 1 << 19  # calls looked at together: a recording may have millions
 BESIDE = (Line.PYTHON, Line.TIER, Line.ELSEWHERE)  # their changes move work beside the GPU's, and take none away
@@ -130,6 +136,8 @@ class _Part:
     @property
     def cure(self) -> tuple[Change, ...]:
         """What to change."""
+        if self.did == SLEPT:
+            return (WAKE,)
         return OUT_OF_STREAM if self.line is None else (CURES[self.line],)
 
 
@@ -243,12 +251,28 @@ def _part(joined: JoinedRecording, gpu: GpuAccount, line: Line, mine: Array) -> 
         callers = np.unique(cut.caller[mine]).tolist()
         launched = sum(counts_launches(joined, caller)[1] for caller in callers if caller >= 0)
         did = "was in Python, or launched kernels" if LAUNCHED * launched > ns else ""
+        did = SLEPT if _slept(joined, gpu, mine) else did
     elif ns and line == Line.WAITING_FOR_DEVICE:
         others = [one for one in joined.account.gpus if one is not gpu and {*one.processes} & {*gpu.processes}]
         busy = [_busy(one) for one in others]
         inside = sum(int(cover.within(cut.start[mine], cut.end[mine]).sum()) for cover in busy)
         did = "waited for another GPU" if 2 * inside > ns else ""
     return _Part(ns, line, mine, did)
+
+
+def _slept(joined: JoinedRecording, gpu: GpuAccount, mine: Array) -> bool:
+    """Whether the process hardly used a CPU in the pauses of its threads that most of these stretches lie in."""
+    cut, pauses = gpu.stretches, joined.recording.pauses
+    lasted = used = 0
+    for one in joined.account.threads if pauses.rows else ():
+        here = mine & (cut.caller == one.caller)
+        row = int(np.argmax(joined.caller == one.caller))
+        rows = np.flatnonzero((pauses["process"] == joined.process[row]) & (pauses["thread"] == one.thread))
+        start, end = pauses["start_ns"][rows], pauses["end_ns"][rows]
+        inside = 2 * Cover(cut.start[here], cut.end[here]).within(start, end) > end - start
+        lasted += int((end - start)[inside].sum())
+        used += int(np.maximum(pauses["process_ns"], pauses["thread_ns"])[rows[inside]].sum())
+    return 2 * lasted > cut.sum_ns(mine) and used <= ASLEEP * lasted
 
 
 def _calls(joined: JoinedRecording, gpu: GpuAccount, part: _Part) -> tuple[TracedCall, ...]:
