@@ -106,7 +106,8 @@ def link_rate(recording: Recording, direction: Direction) -> tuple[float, str]:
             large = (took > 0) & (table["memory"][rows] != Memory.PAGEABLE)
         else:
             large = (took > 0) & (size >= LARGE_BYTES * np.maximum(table["count"][rows], 1))
-            large &= table["error_ns"][rows] == 0  # else their length was computed
+            measured = large & (table["error_ns"][rows] == 0)  # else their length was computed
+            large = measured if measured.any() else large
         pageable = recording.calls["memory"] == Memory.PAGEABLE  # a span does not say which copies are
         if large.any() and (table is recording.executions or not _mostly(recording, direction, pageable)):
             return float(np.percentile(size[large] / took[large], 90) * 1e9), FROM_COPIES
