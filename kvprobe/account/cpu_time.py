@@ -9,7 +9,7 @@ import numpy as np
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import Array, Recording
 
-__all__ = ["Worked", "covers_of", "is_noted", "others_may_work", "who_worked"]
+__all__ = ["Worked", "covers_of", "cpu_used", "is_noted", "others_may_work", "who_worked"]
 
 MOST = 0.5  # of a pause that somebody worked, at least; a core is shared with others
 NEXT_TO_NOTHING = 0.05  # of a pause that a process worked, at most, which waited
@@ -64,6 +64,16 @@ def who_worked(recording: Recording, process: int, thread: int, start: Array, en
         for worked, cover in covers.items():
             out[2 * cover.within(start, end) > end - start] = worked
     return out
+
+
+def cpu_used(recording: Recording, process: int, thread: int, inside: Cover) -> tuple[int, int]:
+    """Of a thread's pauses that lie mostly `inside`: their time, and the CPU time that its process used at most, ns."""
+    pauses = recording.pauses
+    rows = np.flatnonzero((pauses["process"] == process) & (pauses["thread"] == thread))
+    ns = pauses["end_ns"][rows] - pauses["start_ns"][rows]
+    mine = 2 * inside.within(pauses["start_ns"][rows], pauses["end_ns"][rows]) > ns
+    used = np.maximum(pauses["process_ns"], pauses["thread_ns"])[rows[mine]]
+    return int(ns[mine].sum()), int(used.sum())
 
 
 def is_noted(recording: Recording, process: int) -> bool:

@@ -57,8 +57,8 @@ def counts_launches(joined: JoinedRecording, caller: int) -> tuple[int, int, int
 def counted_gaps(joined: JoinedRecording, gpu: GpuAccount, caller: int, short_ns: int, many: int) -> CountedGaps | None:
     """The gaps of one thread in which a GPU waited for it, if it launches one kernel after the other; else None.
 
-    Most of the time of the gaps that were observed is in gaps shorter than `short_ns`, of which there are `many`; there
-    is about one launch for each, and few waits for the device.
+    Most of the time of the gaps that were observed is in gaps shorter than `short_ns`, of which there are `many`; the
+    thread makes a launch for each, and few waits for the device.
     """
     launches, calls_ns, waits = counts_launches(joined, caller)
     spans = joined.recording.spans
@@ -68,7 +68,7 @@ def counted_gaps(joined: JoinedRecording, gpu: GpuAccount, caller: int, short_ns
     mine = among(cut.line, (Line.PYTHON, Line.SUBMITTING)) & (cut.caller == caller) & (cut.cause == NOBODY)
     seen = mine & (cut.how != How.SAMPLED)
     short = seen & (cut.ns < short_ns)
-    if short.sum() < many or 2 * cut.sum_ns(short) < cut.sum_ns(seen):
+    if not many <= short.sum() <= launches or 2 * cut.sum_ns(short) < cut.sum_ns(seen):
         return None
     mine &= short | (cut.how == How.SAMPLED)
     process = int(joined.process[np.argmax(joined.caller == caller)])

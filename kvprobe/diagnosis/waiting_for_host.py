@@ -35,7 +35,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvprobe.account import COPIES, HOST, IDLE, OPEN, GpuAccount, Line, Unknown, Worked, covers_of
+from kvprobe.account import COPIES, HOST, IDLE, OPEN, GpuAccount, Line, Unknown, Worked, covers_of, cpu_used
 from kvprobe.account.chain import hidden_beside_work
 from kvprobe.account.lines import line_of_calls
 from kvprobe.diagnosis.counted_launches import counts_launches
@@ -262,16 +262,13 @@ def _part(joined: JoinedRecording, gpu: GpuAccount, line: Line, mine: Array) -> 
 
 def _slept(joined: JoinedRecording, gpu: GpuAccount, mine: Array) -> bool:
     """Whether the process hardly used a CPU in the pauses of its threads that most of these stretches lie in."""
-    cut, pauses = gpu.stretches, joined.recording.pauses
+    cut = gpu.stretches
     lasted = used = 0
-    for one in joined.account.threads if pauses.rows else ():
+    for one in joined.account.threads if joined.recording.pauses.rows else ():
         here = mine & (cut.caller == one.caller)
-        row = int(np.argmax(joined.caller == one.caller))
-        rows = np.flatnonzero((pauses["process"] == joined.process[row]) & (pauses["thread"] == one.thread))
-        start, end = pauses["start_ns"][rows], pauses["end_ns"][rows]
-        inside = 2 * Cover(cut.start[here], cut.end[here]).within(start, end) > end - start
-        lasted += int((end - start)[inside].sum())
-        used += int(np.maximum(pauses["process_ns"], pauses["thread_ns"])[rows[inside]].sum())
+        process = int(joined.process[np.argmax(joined.caller == one.caller)])
+        ns, cpu_ns = cpu_used(joined.recording, process, one.thread, Cover(cut.start[here], cut.end[here]))
+        lasted, used = lasted + ns, used + cpu_ns
     return 2 * lasted > cut.sum_ns(mine) and used <= ASLEEP * lasted
 
 

@@ -22,7 +22,19 @@ import numpy as np
 from kvprobe.recordings.link_rate import LARGE_BYTES
 from kvprobe.recordings.model import Array, Direction, Engine
 
-__all__ = ["PACE", "PACE_NS", "Mixed", "Runs", "divide", "is_late", "runs_of"]
+__all__ = [
+    "KERNEL",
+    "LONGEST",
+    "PACE",
+    "PACE_NS",
+    "SHORTEST",
+    "Mixed",
+    "Runs",
+    "divide",
+    "is_late",
+    "quantile",
+    "runs_of",
+]
 
 # A run whose mark is reached so soon has kept pace with its host: little of it was left to do. A clock that was placed
 # before a pause may have drifted since: beside that, a part of the run's length.
@@ -254,9 +266,11 @@ def _size(total: Array, count: Array) -> Array:
 
 def _each(length: Array, count: Array, mark_ns: int) -> tuple[float, float]:
     """How long a submission takes, from the shortest tenth to the longest, ns; perhaps with the mark behind it."""
-    out = []
-    for each, part in ((length / count, SHORTEST), ((length + mark_ns) / count, LONGEST)):
-        order = np.argsort(each)
-        upto = np.cumsum(count[order])
-        out.append(float(each[order][np.searchsorted(upto, part * upto[-1])]))
-    return out[0], out[1]
+    return quantile(length / count, count, SHORTEST), quantile((length + mark_ns) / count, count, LONGEST)
+
+
+def quantile(each: Array, count: Array, part: float) -> float:
+    """So much of one submission's length that this part of all take no longer; `count` of them take `each`."""
+    order = np.argsort(each)
+    upto = np.cumsum(count[order])
+    return float(each[order][np.searchsorted(upto, part * upto[-1])])

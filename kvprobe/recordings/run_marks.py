@@ -7,7 +7,18 @@ import numpy as np
 from kvprobe.probe.ring import COVERAGE, GRAPH, SPAN
 from kvprobe.recordings.assemble import among, sorted_table
 from kvprobe.recordings.intervals import Cover, union
-from kvprobe.recordings.mixed_runs import PACE, PACE_NS, Runs, divide, is_late, runs_of
+from kvprobe.recordings.mixed_runs import (
+    KERNEL,
+    LONGEST,
+    PACE,
+    PACE_NS,
+    SHORTEST,
+    Runs,
+    divide,
+    is_late,
+    quantile,
+    runs_of,
+)
 from kvprobe.recordings.model import Array, CallKind, Direction, Engine, Recording, Table
 from kvprobe.recordings.run_events import RingRecords, known_codes
 from kvprobe.recordings.vocabulary import Names
@@ -276,7 +287,7 @@ def _launched_one_by_one(records: Array, process: Array, stream: Array, most: Ar
     From the newest launch of a run to its end the device had work: that much is certain.
     """
     count, tid = records["count"].astype(np.int64), records["tid"].astype(np.int64)
-    told, kernels = records["dst"].astype(np.int64), records["result"] == 1
+    told, kernels = records["dst"].astype(np.int64), records["result"] == KERNEL
     out, wrong = most.copy(), np.zeros(len(records), dtype=np.int64)
     sampled = kernels & (count >= SAMPLED) & (tid > 1) & (tid <= PACE_NS) & (told < records["dur_ns"].astype(np.int64))
     for owner, one in np.unique(np.stack((process[sampled], stream[sampled])), axis=1).T.tolist():
@@ -286,9 +297,7 @@ def _launched_one_by_one(records: Array, process: Array, stream: Array, most: Ar
             continue
         each = told[some] / count[some]
         each = np.maximum(each - MARK_NS, each / 3)
-        order = np.argsort(each)
-        upto = np.cumsum(count[some][order]) / count[some].sum()
-        low, high = (float(each[order][np.searchsorted(upto, part)]) for part in (0.1, 0.9))
+        low, high = (quantile(each, count[some], part) for part in (SHORTEST, LONGEST))
         mean = float((each * count[some]).sum() / count[some].sum())
         rows = np.flatnonzero(mine & ~sampled & (count > 1))
         certain = np.minimum(np.maximum(tid[rows] - 1 - MARK_NS, 0), most[rows])

@@ -45,6 +45,13 @@ _LOADS = (
     "linkcreate",
     "linkcomplete",
 )
+HOW = {  # how a window was found
+    "set-up": "where the last set-up call ended",
+    "loads": "where everything that the first kernel waited for was loaded",
+    "steps": "at the first marked step",
+    "detail": "where every call is kept from then on",
+    "seen": f"{time_text(SEEN_NS)} before the end, because only the last calls are kept one by one",
+}
 _STEP = re.compile(r"ProfilerStep#\d+")
 
 
@@ -180,21 +187,19 @@ def _found(recording: Recording, first: int, last: int, processes: int) -> Servi
         until = _set_up(calls, mine, np.flatnonzero(work & (calls["process"] == process)), last)
         if until > begin[process]:
             begin[process] = until
-            how[process] = "set-up"
-    for process, until in _loaded(recording, submits, last).items():
-        if 0 <= process < processes and until > begin[process]:
-            begin[process] = until
-            how[process] = "loads"
-    for process in np.unique(calls["process"][rows]).tolist():
-        mine = rows[calls["process"][rows] == process]
+            how[process] = HOW["set-up"]
         pause = _warmed_up(recording, process, int(calls["start_ns"][mine].min()), last)
         if pause is not None and pause[1] > begin[process]:
             begin[process] = pause[1]
             how[process] = f"where a pause of {time_text(pause[1] - pause[0])} after the first calls ended"
+    for process, until in _loaded(recording, submits, last).items():
+        if 0 <= process < processes and until > begin[process]:
+            begin[process] = until
+            how[process] = HOW["loads"]
     steps = _first_step(recording)
     if len(how) == 0 and steps > first:
         begin[:] = np.maximum(begin, steps)
-        how[0] = "steps"
+        how[0] = HOW["steps"]
     for process, lost in recording.lost.items():
         if lost and 0 <= process < processes:
             whole = _whole_from(recording, process, np.flatnonzero(submits & (calls["process"] == process)))
@@ -203,15 +208,8 @@ def _found(recording: Recording, first: int, last: int, processes: int) -> Servi
                 whole = last - SEEN_NS
             if whole > begin[process]:
                 begin[process] = whole
-                how[process] = "seen" if seen else "detail"
-    words = {
-        "set-up": "where the last set-up call ended",
-        "loads": "where everything that the first kernel waited for was loaded",
-        "steps": "at the first marked step",
-        "detail": "where every call is kept from then on",
-        "seen": f"{time_text(SEEN_NS)} before the end, because only the last calls are kept one by one",
-    }
-    said = " or ".join(words.get(one, one) for one in dict.fromkeys(how.values()))
+                how[process] = HOW["seen" if seen else "detail"]
+    said = " or ".join(dict.fromkeys(how.values()))
     return ServingWindow(last, begin, f"it begins {said}" if said else "all that was recorded", first)
 
 

@@ -58,6 +58,17 @@ def test_a_thread_that_waits_after_many_launches_is_another_case(recording):
     assert "python_or_gil_bound" not in [one.cause for one in examine(recording)]
 
 
+def test_gaps_that_are_more_than_the_launches_are_other_work_s(recording):
+    """A few launches and no wait: what the thread does in the many gaps is not launching."""
+    totals = recording.totals
+    calls, launches = totals["calls"].copy(), totals["kind"] == CallKind.LAUNCH
+    calls[launches] = np.minimum(calls[launches], 2_000)
+    calls[(totals["kind"] == CallKind.SYNC) | (totals["kind"] == CallKind.COPY_SYNC)] = 0
+    recording.tables["totals"] = type(totals)("totals", {**{c: totals[c] for c in totals.columns}, "calls": calls})
+    assert calls[launches].sum() == 4_000
+    assert "python_or_gil_bound" not in [one.cause for one in examine(recording)]
+
+
 def test_launches_and_their_time_are_those_of_the_totals(recording):
     joined, totals = Joined(recording), recording.totals
     mine = totals["kind"] == CallKind.LAUNCH
