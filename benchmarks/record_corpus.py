@@ -6,8 +6,8 @@ Writes OUT/FORMAT/PROGRAM.{kvprobe.tar.gz | json.gz | sqlite.gz} and PROGRAM.tru
 program under `kvprobe run`, `totals` with its `--detail totals`; `kineto` runs them one after another in one process, a
 PyTorch profile each; `nsys` records one process of all and cuts its export by the programs' NVTX ranges. With
 `--accounts` only the programs are recorded that know their line of the account, and nsys sees into their CUDA graphs;
-with `--set fresh`, `blind`, `unseen`, `served`, `sixth`, `seventh`, `eighth`, `ninth` or `tenth` the programs that were
-written without knowledge of the diagnosis, which all know their line. On a machine without a GPU only `run` is there.
+with `--set fresh`, `blind`, `unseen`, `served`, `sixth` and so on until `eleventh` the programs that were written
+without knowledge of the diagnosis, which all know their line. On a machine without a GPU only `run` is there.
 `benchmarks/diagnosis_truth.py --corpus OUT` grades them.
 """
 
@@ -41,7 +41,7 @@ IMPORTER = (
     "/opt/nvidia/nsight-systems*/*/host-linux-*/QdstrmImporter",
     "/opt/nvidia/nsight-compute*/*/host/linux-desktop-*/QdstrmImporter",
 )
-SETS = ("corpus", "fresh", "blind", "unseen", "served", "sixth", "seventh", "eighth", "ninth", "tenth")
+SETS = sorted({one.series for one in PROGRAMS.values()})
 
 KEPT = (
     "CUPTI_ACTIVITY_KIND",

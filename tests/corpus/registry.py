@@ -13,6 +13,7 @@ from device import Device
 
 KiB, MiB = 1 << 10, 1 << 20
 Truth = dict[str, int]
+Body = Callable[[Device], Truth]
 
 EVERY = ("run", "kineto", "nsys")
 DEVICE = ("kineto", "nsys")
@@ -61,8 +62,7 @@ class Program:
         or_lines: lines that a sound account may show as the largest instead, where the border is a matter of wording.
         prepare: done before the recording's window, where the recorder has one: imports, first calls.
         needs_gpu: the host runtime lacks what it uses.
-        series: which set of programs it belongs to; `fresh`, `blind`, `unseen`, `served`, `sixth`, `seventh`,
-            `eighth`, `ninth` and `tenth` ones were written without knowledge of the diagnosis.
+        series: which set of programs it belongs to: "corpus", or one of `series`.
         blind: recorders that cannot tell its line from others of the same kind (copies, host), nor its causes.
         undecided_in: recorders of which "undecided" is right, too.
     """
@@ -99,79 +99,48 @@ class Program:
 PROGRAMS: dict[str, Program] = {}
 
 
-def program(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], Callable[[Device], Truth]]:
+def program(*causes: str, **what: Any) -> Callable[[Body], Body]:
     """Registers a body under its name; `what` are fields of `Program`."""
 
-    def register(body: Callable[[Device], Truth]) -> Callable[[Device], Truth]:
+    def register(body: Body) -> Body:
+        if body.__name__ in PROGRAMS:
+            raise ValueError(f"there are two programs {body.__name__}")
         PROGRAMS[body.__name__] = Program(body.__name__, body, causes, **{"like": (), **what})
         return body
 
     return register
 
 
-def fresh(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], Callable[[Device], Truth]]:
-    """As `program`, for a program of the fresh set."""
-    return program(*causes, series="fresh", **what)
+def series(name: str, calm_share: float | None = None) -> Callable[..., Callable[[Body], Body]]:
+    """As `program`, for a set of programs whose author knew nothing of the diagnosis.
 
-
-def blind_program(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], Callable[[Device], Truth]]:
-    """As `program`, for a program of the blind set."""
-    return program(*causes, series="blind", **what)
-
-
-def unseen(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], Callable[[Device], Truth]]:
-    """As `program`, for a program of the unseen set."""
-    return program(*causes, series="unseen", **what)
-
-
-def served(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], Callable[[Device], Truth]]:
-    """As `program`, for a program of the served set, which fails on a GPU where its own account is not plain."""
-    return _plainly("served", *causes, **what)
-
-
-def sixth(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], Callable[[Device], Truth]]:
-    """As `served`, for a program of the sixth set."""
-    return _plainly("sixth", *causes, **what)
-
-
-def seventh(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], Callable[[Device], Truth]]:
-    """As `served`, for a program of the seventh set; a healthy one has nineteen twentieths of its window not lost.
-
-    It is written to lose less than 3%; what its kernels take to begin and end, and its first and last step, its own
-    account does not know.
+    Args:
+        name: of the set.
+        calm_share: its programs fail on a GPU where their own account is not plain (`plain`), and this is how much of a
+            healthy one's window is not lost; None: they have no account of their own. A program is written to lose less
+            still: what its kernels take to begin and end, and its first and last step, its own account does not know.
     """
-    return _plainly("seventh", *causes, calm_share=0.95, **what)
+
+    def registers(*causes: str, **what: Any) -> Callable[[Body], Body]:
+        def register(body: Body) -> Body:
+            @functools.wraps(body)
+            def told(d: Device) -> Truth:
+                truth = body(d)
+                if d.gpu and calm_share is not None:
+                    plain(d.spent.account(), what["line"], what.get("or_lines", ()), calm_share)
+                return truth
+
+            return program(*causes, series=name, **what)(told)
+
+        return register
+
+    return registers
 
 
-def eighth(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], Callable[[Device], Truth]]:
-    """As `seventh`, for a program of the eighth set."""
-    return _plainly("eighth", *causes, calm_share=0.95, **what)
-
-
-def ninth(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], Callable[[Device], Truth]]:
-    """As `served`, for a program of the ninth set; a healthy one has 96% of its window not lost, and is to have 98%."""
-    return _plainly("ninth", *causes, calm_share=0.96, **what)
-
-
-def tenth(*causes: str, **what: Any) -> Callable[[Callable[[Device], Truth]], Callable[[Device], Truth]]:
-    """As `seventh`, for a program of the tenth set."""
-    return _plainly("tenth", *causes, calm_share=0.95, **what)
-
-
-def _plainly(
-    series: str, *causes: str, calm_share: float = 0.8, **what: Any
-) -> Callable[[Callable[[Device], Truth]], Callable[[Device], Truth]]:
-    def register(body: Callable[[Device], Truth]) -> Callable[[Device], Truth]:
-        @functools.wraps(body)
-        def told(d: Device) -> Truth:
-            truth = body(d)
-            if d.gpu:
-                plain(d.spent.account(), what["line"], what.get("or_lines", ()), calm_share)
-            return truth
-
-        return program(*causes, series=series, **what)(told)
-
-    return register
+fresh, blind_program, unseen = series("fresh"), series("blind"), series("unseen")
+served, sixth = series("served", 0.8), series("sixth", 0.8)
+seventh, eighth, ninth = series("seventh", 0.95), series("eighth", 0.95), series("ninth", 0.96)
+tenth, eleventh = series("tenth", 0.95), series("eleventh", 0.95)
 
 
 def plain(account: dict[str, float], line: str, or_lines: tuple[str, ...] = (), calm_share: float = 0.8) -> None:
