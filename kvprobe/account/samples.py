@@ -19,7 +19,7 @@ Of fewer than FEWEST stretches the error is not known that way. But a few long o
 as many looks as pauses of the usual length fit into it. Then the error is what pauses would come to that each were
 like one of these looks, drawn at random; and as so many looks may all have missed what happens more seldom, so much of
 what was not seen may be anything (1 - 0.05 ** (1 / looks) of it: else one of them would have met it, in 19 cases of
-20).
+20). Nor need there be many where the thread's own calls show that it does the same all through the pauses (`steady`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import numpy as np
 
 from kvprobe.account.activity import Activity
 from kvprobe.account.lines import COPIES, Line, Unknown
+from kvprobe.account.steady import may_differ
 from kvprobe.account.stretches import NOBODY, How, Stretches
 from kvprobe.account.threads import KEPT_NS, Threads
 from kvprobe.recordings.intervals import Cover, distinct
@@ -41,6 +42,7 @@ __all__ = ["COVERED", "DRAWS", "MOST", "Samples", "fill", "put"]
 
 MOST = 0.05  # of the window: an error above it, and what was not seen stays not known
 FEWEST = 8  # stretches, or looks: of fewer the error is not known: it is as large as what was not seen
+FEWEST_STEADY = 3  # stretches, of a program that does the same all through the pauses between them
 LOOKS = 64  # at most, however long stretches are
 NEAR = 4  # pieces on each side of a pause that stand for it
 LONGEST_NS = 20_000_000  # a longer stretch is cut into pieces: what is far from a pause stands for it less
@@ -100,6 +102,7 @@ class _Seen(NamedTuple):
     thread: Array  # ns of pauses by line of the thread
     gaps: list[tuple[int, int]]
     looks: Array  # (looks, kinds): the account in parts of all stretches that are as long as a pause is
+    differ: float  # so much of pauses may be of another kind than the rest of them (`steady`)
 
     @property
     def stretches(self) -> int:
@@ -222,8 +225,10 @@ def _seen(joint: _Joint, stretches: list[tuple[int, int]], gaps: list[tuple[int,
         weight[near[-1]] += (stop - start) / len(near[-1])
         first, last = _within(joint, start, stop)
         np.add.at(thread, joint.thread[first:last], np.diff(np.clip(joint.edges[first : last + 1], start, stop)))
-    looks = _looks(joint, stretches, gaps) if len(stretches) < FEWEST else np.zeros((0, joint.kinds))
-    return _Seen(np.array(begins), np.array(ends), np.array(of), shares, weight, near, thread, gaps, looks)
+    looks, differ = np.zeros((0, joint.kinds)), 0.0
+    if len(stretches) < FEWEST:
+        looks, differ = _looks(joint, stretches, gaps), may_differ(joint.edges, joint.thread, gaps)
+    return _Seen(np.array(begins), np.array(ends), np.array(of), shares, weight, near, thread, gaps, looks, differ)
 
 
 def _looks(joint: _Joint, stretches: list[tuple[int, int]], gaps: list[tuple[int, int]]) -> Array:
@@ -281,7 +286,8 @@ def _error(seen: _Seen, calls: tuple[Array, float], lines: Array) -> tuple[float
     hidden = float(seen.thread.sum())
     many = int(seen.of.max()) + 1
     used = np.flatnonzero(np.bincount(seen.of, seen.weight, many) > 0)
-    if len(used) < FEWEST and len(seen.looks) < FEWEST:
+    steady = len(used) >= FEWEST_STEADY and seen.differ < MOST
+    if len(used) < FEWEST and len(seen.looks) < FEWEST and not steady:
         return hidden, 1.0
 
     def by_stretch(values: Array) -> Array:
@@ -312,11 +318,12 @@ def _error(seen: _Seen, calls: tuple[Array, float], lines: Array) -> tuple[float
     if speed < SLOWEST:
         return hidden, speed
     best = told(np.ones(len(used)), speed)
-    if len(used) < FEWEST:
+    if len(used) < FEWEST and not steady:
         return min(_error_by_looks(seen, best, lines), hidden), speed
     off = [_off(told(one, max(how, SLOWEST)) - best) for one, how in zip(draws, by_draw, strict=True)]
     # a few stretches differ less than all would
-    return min(float(np.quantile(off, COVERED)) * (len(used) + 1) / (len(used) - 1), hidden), speed
+    error = float(np.quantile(off, COVERED)) * (len(used) + 1) / (len(used) - 1) + seen.differ * hidden
+    return min(error, hidden), speed
 
 
 def _off(by: Array) -> float:

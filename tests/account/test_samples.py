@@ -46,9 +46,11 @@ class Program:
     """Steps: a load, a kernel behind it, the thread waits for both, and then works in Python."""
 
     def __init__(
-        self, seconds: float, seed: int, *, slower: float = 1.0, alike: float = 0.2, marks: float = 1.0
+        self, seconds: float, seed: int, *, slower: float = 1.0, alike: float = 0.2, marks: float = 1.0, ms: int = MS
     ) -> None:
         """`slower`: so many times as long are loads in the second half; `alike`: how much a step's parts vary.
+
+        `ms`: ns of what is written here as a millisecond.
 
         `marks`: so many times as long does Python take in stretches of `WATCHED`, as marks slow it there; the thread
         works in Python for all of a step then, and finds the kernel done.
@@ -59,7 +61,7 @@ class Program:
         self.steps: list[int] = []
         end = int(seconds * 1e9)
         while at < end:
-            load, kernel, python = (int(ms * MS * chance.uniform(1 - alike, 1 + alike)) for ms in (0.6, 1.5, 0.9))
+            load, kernel, python = (int(one * ms * chance.uniform(1 - alike, 1 + alike)) for one in (0.6, 1.5, 0.9))
             load = int(load * (slower if at > end // 2 else 1))
             self.steps.append(at)
             waits, over = at + 8 * US, at + 10 * US + load + kernel
@@ -209,6 +211,27 @@ def test_too_few_stretches_tell_nothing() -> None:
     gpu = program.account(stretches(program.end, 3, apart=500 * MS))
     assert 0 < gpu.samples.count < 8 and gpu.samples.ns == 0
     assert unknown(gpu) > 0.9 and gpu.to_json()["by_samples_error_ns"] == 0
+
+
+def test_few_stretches_are_enough_of_a_thread_that_waits_often_and_alike() -> None:
+    """Of twenty programs, two lines each: its waits show all through the pauses that nothing else goes on there."""
+    outside = told = 0
+    for seed in range(20):
+        program = Program(1.2, seed, ms=MS // 20)
+        truth, gpu = program.account(), program.account(stretches(program.end, seed, apart=200 * MS, length=4 * MS))
+        assert 3 <= gpu.samples.count < 8
+        if gpu.samples.ns:
+            told += 1
+            off = (abs(gpu.share(*one) - truth.share(*one)) for one in ((Line.COMPUTING,), COPIES))
+            outside += sum(one > gpu.samples.error_ns / gpu.window_ns for one in off)
+    assert told >= 15 and outside <= 2
+
+
+@pytest.mark.parametrize("slower", [1.5, 4.0])
+def test_few_stretches_tell_nothing_where_what_the_thread_waits_for_changes(slower: float) -> None:
+    program = Program(1.2, 1, ms=MS // 20, slower=slower)
+    gpu = program.account(stretches(program.end, 1, apart=200 * MS, length=4 * MS))
+    assert gpu.samples.count >= 3 and gpu.samples.ns == 0
 
 
 def test_a_hole_in_a_stretch_is_not_known_and_makes_no_line_wrong() -> None:

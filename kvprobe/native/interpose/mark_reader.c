@@ -53,8 +53,10 @@ static _Atomic int why_paused;
 static uint64_t born_ns, refilled_ns;
 static _Atomic uint32_t resumed;
 static double saved, later_ns = MARK_LATER_NS;
-static uint64_t resumed_ns, whole_ns; /* when this stretch began, and was known of all streams; 0: not yet */
-static _Atomic int beside;            /* 1: something went past marks while a stream was captured */
+static uint64_t resumed_ns, whole_ns;           /* when this stretch began, and was known of all streams; 0: not yet */
+static int64_t resumed_with_ns = MARK_FIRST_NS; /* what it might cost then */
+static uint64_t stretch_ns = MARK_STRETCH_NS;   /* how long it is at least */
+static _Atomic int beside;                      /* 1: something went past marks while a stream was captured */
 /* ---- the pool ------------------------------------------------------------------------------------------------ */
 
 void kvp_mark_pool(struct mark_context *c, int more) {
@@ -281,11 +283,22 @@ static enum outcome read_stream(struct mark_context *c, struct mark_stream *s) {
 
 /* ---- stretches ----------------------------------------------------------------------------------------------- */
 
+/* Many short stretches tell more than a few long ones. The next one gets as long as what is saved up for it lasts, by
+ * what this one cost: its length is not to depend on what it holds itself. */
+static void choose_length(uint64_t now) {
+    double spent = (double)(get(resumed_with_ns) - atomic_load(&kvp_mark_left_ns));
+    uint64_t since = get(resumed_ns) ? get(resumed_ns) : get(born_ns), most = MARK_STRETCH_NS, least = MARK_SHORTEST_NS;
+    double next = (double)(now - since) * MARK_SAVED_NS / (spent > 1 ? spent : 1);
+    put(stretch_ns, next < (double)least ? least : next < (double)most ? (uint64_t)next : most);
+}
+
 void kvp_mark_pause(enum mark_reason reason) {
     int on = 1;
     if (!atomic_compare_exchange_strong(&kvp_watch.marks, &on, 0)) return;
+    uint64_t now = kvp_clock();
+    if (reason == REASON_BUDGET) choose_length(now);
     atomic_store(&why_paused, reason);
-    atomic_store(&paused_ns, kvp_clock());
+    atomic_store(&paused_ns, now);
 }
 
 /* What may be recorded, by the time that has passed. */
@@ -317,7 +330,8 @@ void kvp_mark_missed(void) { resumed++; }
 
 static void resume(uint64_t now) {
     resumed++;
-    resumed_ns = now;
+    put(resumed_ns, now);
+    put(resumed_with_ns, atomic_load(&kvp_mark_left_ns));
     whole_ns = 0;
     for (int i = 0; i < MARK_STREAMS; i++) {
         struct mark_stream *s = &kvp_mark_streams[i];
@@ -344,7 +358,7 @@ static void resume(uint64_t now) {
 static int is_long_enough(uint64_t now) {
     if (!whole_ns) return 0;
     uint64_t least = 5 * (whole_ns - (resumed_ns ? resumed_ns : whole_ns)) / 2;
-    return now - whole_ns >= (least > MARK_STRETCH_NS ? least : MARK_STRETCH_NS);
+    return now - whole_ns >= (least > get(stretch_ns) ? least : get(stretch_ns));
 }
 
 /* ---- a look at everything ------------------------------------------------------------------------------------ */
@@ -366,10 +380,12 @@ static void end_stale(struct mark_stream *s, uint64_t now) {
     int unknown = get(s->flags) & MARK_UNKNOWN || ended != get(s->settled), open = get(s->count) && !unknown;
     uint64_t last = get(s->last_ns);
     if ((!open && !(unknown && !paused_ns)) || s->per_thread) return;
-    if (s->legacy && kvp_watch.blocking) { /* a record would order the streams around it */
-        if (unknown && !s->head && kvp_mark_idle(s)) kvp_mark_settle(s, ended);
+    /* A mark in an idle stream may be reached late: behind copies that the same engine has to make for others. */
+    if (unknown && !s->head && kvp_mark_idle(s)) {
+        kvp_mark_settle(s, ended);
         return;
     }
+    if (s->legacy && kvp_watch.blocking) return; /* a record would order the streams around it */
     if (open && (!get(s->first_ns) || (!paused_ns && (last > now || now - last < MARK_STALE_NS)))) return;
     if (open && s->tail && s->tail->flags & MARK_UNSEEN) return; /* the stream is busy: one of ours in it is enough */
     if (kvp_mark_outstanding(s) > get(kvp_mark_limit) / 4 && !kvp_mark_idle(s)) {
@@ -419,7 +435,7 @@ static void look(int number, uint64_t now, int reads, int closing) {
     }
     if (was != c->handle) kvp_mark_driver.cuCtxSetCurrent(was);
     if (c->written_ns < c->from_ns) c->written_ns = c->from_ns;
-    if (to > c->from_ns && !paused_ns && !whole_ns) whole_ns = now;
+    if (to > c->from_ns && !paused_ns && !whole_ns) whole_ns = c->from_ns ? c->from_ns : now;
     int over = paused_ns && to >= paused_ns;
     if (to > c->written_ns &&
         (closing || over || to - c->written_ns > (now - born_ns < 10 * SECOND ? SECOND / 10 : SECOND))) {
@@ -432,7 +448,7 @@ void kvp_mark_step(int closing) {
     if (!atomic_load(&kvp_mark_context_count) || pthread_mutex_trylock(&reading)) return;
     uint64_t now = kvp_clock();
     static unsigned ticks;
-    int reads = ++ticks % READ_TICKS == 0 || closing || paused_ns || kvp_mark_synchronous;
+    int reads = ++ticks % READ_TICKS == 0 || closing || paused_ns || !whole_ns || kvp_mark_synchronous;
     for (int i = 0; i < atomic_load(&kvp_mark_context_count); i++) look(i, now, reads, closing);
     kvp_device_looks_read();
     if (kvp_mark_synchronous && !closing) kvp_device_looks_prepare(&kvp_mark_contexts[0]);
@@ -478,7 +494,7 @@ static void at_end(void) { kvp_marks_stop(); }
 void kvp_mark_reader_start(void) {
     static _Atomic int told;
     int no = 0;
-    if (!born_ns) born_ns = kvp_clock();
+    if (!born_ns) put(born_ns, kvp_clock());
     if (atomic_load(&kvp_mark_synchronous)) {
         atomic_store(&owner, (int)getpid());
         if (!atomic_exchange(&told, 1)) atexit(at_end);

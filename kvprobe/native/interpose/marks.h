@@ -40,16 +40,15 @@ extern int kvp_marks_asked;     /* by name: then on the embedded host runtime, t
 #define MARK_LATER_NS 45000000  /* the same, a little at a time when that is spent (mark_reader.c) */
 #define MARK_CREDIT_NS 3000000  /* what may be saved up later */
 #define MARK_SAVED_NS 500000    /* so much is saved up before marking comes back for a stretch */
-#define MARK_STRETCH_NS                                                                                                \
-    5000000                  /* a stretch is so long at least from when all streams are known, whatever that costs     \
-                              */
-#define MARK_DEBT_NS 5000000 /* but no more than this: it is saved up before another stretch */
-#define MARK_DEVICE_NS 1000  /* of a record, beside what its caller waits: its stream does nothing else meanwhile */
-#define MARK_MOST_NS 20000   /* of one call: it was not marking that took longer */
-#define MARK_USUAL_NS 2000   /* all together, in simulated time */
-#define MARK_GAP_NS 10000u   /* from one submission to the next: the stream may have run dry meanwhile */
-#define MARK_FEW 16          /* marks that may stand in a stream with twice MARK_BUSY_LIMIT submissions */
-#define MARK_TURNS 8         /* copies that take turns so often are one run, of MARK_TURNS_RUN */
+#define MARK_STRETCH_NS 5000000 /* a stretch is so long at least from when all streams are known, */
+#define MARK_SHORTEST_NS 1500000 /* or so, where the one before cost much more */
+#define MARK_DEBT_NS 5000000     /* but no more than this: it is saved up before another stretch */
+#define MARK_DEVICE_NS 1000      /* of a record, beside what its caller waits: its stream does nothing else meanwhile */
+#define MARK_MOST_NS 20000       /* of one call: it was not marking that took longer */
+#define MARK_USUAL_NS 2000       /* all together, in simulated time */
+#define MARK_GAP_NS 10000u       /* from one submission to the next: the stream may have run dry meanwhile */
+#define MARK_FEW 16              /* marks that may stand in a stream with twice MARK_BUSY_LIMIT submissions */
+#define MARK_TURNS 8             /* copies that take turns so often are one run, of MARK_TURNS_RUN */
 #define MARK_TURNS_RUN 64
 #define MARK_TURNS_BYTES (128 << 10) /* of one; those that are larger take much longer than a mark */
 #define MARK_PROBE_NS 5000000u
