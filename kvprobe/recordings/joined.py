@@ -147,7 +147,9 @@ class Joined:
     @property
     def x_dur(self) -> Array:
         """Duration of each execution, ns; not kept: there may be millions."""
-        return np.asarray(np.maximum(self.x_end - self.x_start, 0))
+        took: Array = self.x_end - self.x_start
+        np.maximum(took, 0, out=took)
+        return took
 
     @cached_property
     def launching_callers(self) -> Array:
