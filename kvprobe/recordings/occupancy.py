@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
@@ -112,7 +113,6 @@ class Occupancy(_Concluded):
         streams: one entry per stream (or channel) that was submitted to, most time lost first.
         depth: of each call at entry, (calls,) int32; -1 where the call submits nothing.
         blocked: which calls were blocked by a full queue, (calls,) bool.
-        blocked_ns: host time lost in each call, (calls,) int64.
         baseline_ns: what each call would have cost at shallow depth, (calls,) int32, 2.1 s at most; -1 unknown.
         conclusion: "full" if one queue was; else "cannot tell" if one cannot be told; else "not full"; `verdict` and
             `reason` are its parts.
@@ -122,12 +122,20 @@ class Occupancy(_Concluded):
     streams: list[StreamOccupancy]
     depth: Array
     blocked: Array
-    blocked_ns: Array
     baseline_ns: Array
     conclusion: QueueConclusion
     how: str
     labelled_ns: int
     inferred_ns: int
+
+    @cached_property
+    def blocked_ns(self) -> Array:
+        """Host time lost in each call, (calls,) int64; put together when it is first asked for."""
+        lost = np.zeros(len(self.depth), dtype=np.int64)
+        for queue in self.streams:
+            if queue.blocked.any():
+                lost[queue.calls] = queue.blocked_ns
+        return lost
 
 
 def occupancy(recording: Recording, *, use_labels: bool = True, by_channel: bool = False) -> Occupancy:
@@ -141,7 +149,6 @@ def occupancy(recording: Recording, *, use_labels: bool = True, by_channel: bool
     calls = recording.calls
     rows = calls.rows
     depth = np.full(rows, -1, dtype=np.int32)
-    blocked_ns = np.zeros(rows, dtype=np.int64)
     blocked = np.zeros(rows, dtype=bool)
     baseline = np.full(rows, -1, dtype=np.int32)
     labelled = _labelled(recording)
@@ -154,7 +161,6 @@ def occupancy(recording: Recording, *, use_labels: bool = True, by_channel: bool
         depth[queue.calls] = queue.depth
         if queue.blocked.any():
             blocked[queue.calls] = queue.blocked
-            blocked_ns[queue.calls] = queue.blocked_ns
         names = calls["name"][queue.calls] if len(queue.baseline_ns) > 1 else None
         for name, value in queue.baseline_ns.items():
             of_name = queue.calls if names is None else queue.calls[names == name]
@@ -173,7 +179,6 @@ def occupancy(recording: Recording, *, use_labels: bool = True, by_channel: bool
         found,
         depth,
         blocked,
-        blocked_ns,
         baseline,
         conclusion,
         how,
