@@ -431,24 +431,21 @@ def _infer(recording: Recording, queue: StreamOccupancy, duration: Array) -> Non
     # The plateau is a band, for a queue may free slots in chunks: 1,135 to 1,141 on one H100, 1,012 to 1,022 on a V100.
     band = max(LEAST_BAND, round(BAND_SHARE * deepest))
     at_top = judged & (depth >= deepest - band)
-    baseline = _lookup(names, queue.baseline_ns)
-    limit = np.maximum(_lookup(names, floor), 1.5 * baseline)
-    excess = duration - limit
-    np.maximum(excess, 0.0, out=excess)
-    slow = np.zeros(len(rows), dtype=bool)
+    slow, lost = np.zeros(len(rows), dtype=bool), np.zeros(len(rows), dtype=np.int64)
     for name in distinct(names[at_top]).tolist():
-        mine = names == name
-        top, below = mine & at_top, mine & shallow
-        typical = float(excess[below].mean()) if below.sum() >= 20 else 0.1 * queue.baseline_ns[name]
+        mine, usual = names == name, queue.baseline_ns[name]
+        limit = max(floor[name], 1.5 * usual)
+        top, below = np.flatnonzero(mine & at_top), np.flatnonzero(mine & shallow)
+        above, typical = np.maximum(duration[top] - limit, 0.0), 0.1 * usual
+        if len(below) >= 20:
+            typical = float(np.maximum(duration[below] - limit, 0.0).mean())
         # Noise makes some calls slow at any depth; a full queue makes them slower on average, many times over.
-        if excess[top].mean() > max(5 * typical, 0.25 * queue.baseline_ns[name]):
-            slow |= top & (duration > limit)
-    del limit, excess
+        if above.mean() > max(5 * typical, 0.25 * usual):
+            late = top[above > 0]
+            slow[late], lost[late] = True, duration[late] - usual
     if not slow.any():
         queue.conclusion = conclude(Plateau(deepest))
         return
-    lost = np.zeros(len(rows), dtype=np.int64)
-    lost[slow] = duration[slow] - baseline[slow]
     # What is slow by chance at the top carries little; what a full queue costs stands out of everything slow below.
     # (Calls that a graph makes slow further down, or pageable ones, are somebody else's finding.)
     shallowest = int(depth[slow].min())
@@ -468,15 +465,6 @@ def _infer(recording: Recording, queue: StreamOccupancy, duration: Array) -> Non
     )
     if queue.conclusion.full:
         queue.blocked_by(queue.conclusion, slow, lost, "plateau")
-
-
-def _lookup(names: Array, table: dict[int, int] | dict[int, float]) -> Array:
-    """The table's value for each name, float64."""
-    if len(table) == 1:
-        return np.broadcast_to(np.float64(next(iter(table.values()))), (len(names),))
-    values = np.zeros(max(table) + 1)
-    values[list(table)] = list(table.values())
-    return cast(Array, values[names])
 
 
 def _distance(sorted_times: Array, at: Array) -> Array:
