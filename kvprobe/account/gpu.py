@@ -51,9 +51,10 @@ def _same(start: Array, end: Array, line: Line, detail: int = _NO_DETAIL) -> tup
 def _busy(gpu: Activity, begin: int, end: int) -> tuple[Array, Array]:
     """The window cut where kernels, or else copies, begin and end to run, and what each piece is."""
     masks = {_UNCLEAR: gpu.unclear, _COPIES: gpu.copying, _COMPUTES: ~(gpu.copying | gpu.unclear)}
-    covers = {
-        one: union(*(np.clip(time[mask], begin, end) for time in (gpu.start, gpu.end))) for one, mask in masks.items()
-    }
+    covers = {}
+    for one, mask in masks.items():
+        rows = np.flatnonzero(mask)
+        covers[one] = union(*(np.clip(time[rows], begin, end) for time in (gpu.start, gpu.end)))
     edges = np.unique(
         np.concatenate([np.array([begin, end], dtype=np.int64), *(a for pair in covers.values() for a in pair)])
     )

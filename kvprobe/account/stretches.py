@@ -112,9 +112,9 @@ class Stretches:
         fresh[1:] &= knots[1:] != knots[:-1]
         if fresh.any():
             place = at[fresh]
+            pieces = np.repeat(np.arange(len(self.line)), 1 + np.bincount(place - 1, minlength=len(self.line)))
             for name in ("line", "caller", "detail", "cause", "how"):
-                column = getattr(self, name)
-                setattr(self, name, np.insert(column, place, column[place - 1]))
+                setattr(self, name, getattr(self, name)[pieces])
             self.edges = np.insert(self.edges, place, knots[fresh])
             at += np.cumsum(fresh) - missing
         return _between(len(self.line), at[::2], at[1::2])

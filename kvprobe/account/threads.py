@@ -302,11 +302,13 @@ def _before_pauses(line: Array, unasked: Array) -> tuple[Array, Array]:
     Whoever came next had not asked yet while memory was allocated: if the pause was a wait for a request, nobody waited
     for the memory.
     """
+    before = np.flatnonzero(line == Line.ALLOCATING)
+    if not len(before):
+        return before, before
     paused = (line == Line.NOTHING_TO_DO) | among(unasked, OPEN)
     calls = np.zeros(len(line), dtype=bool)
     calls[1::2] = line[1::2] != Line.ALLOCATING
     stops = np.append(np.flatnonzero(paused | calls), len(line))
-    before = np.flatnonzero(line == Line.ALLOCATING)
     following = stops[np.searchsorted(stops, before, "right")]
     ends = following < len(line)
     ends[ends] = paused[following[ends]]

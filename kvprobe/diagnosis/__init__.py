@@ -197,14 +197,20 @@ def examined(recording: Recording, window: ServingWindow) -> tuple[Examination, 
     from concurrent.futures import ThreadPoolExecutor
 
     from kvprobe.diagnosis.joined import JoinedRecording
+    from kvprobe.diagnosis.queue_full import full
     from kvprobe.recordings.occupancy import occupancy
+
+    def blocked() -> None:
+        joined.occupancy = queues.result()
+        full(joined)
 
     recording.window = window
     with ThreadPoolExecutor(1) as beside:  # the queues on a second core: numpy works without Python's lock
         queues = beside.submit(occupancy, recording)
         joined = JoinedRecording(recording)
+        split = beside.submit(blocked)
         joined.account  # noqa: B018 -- made here; it needs nothing of the queues
-        joined.occupancy = queues.result()
+        split.result()
     found = examine_joined(joined)
     recording.known_links = None  # as large as a third of the calls, and hardly ever asked for afterwards
     recording.notes += notes_of(found.not_looked_for)

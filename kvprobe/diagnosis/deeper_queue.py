@@ -59,6 +59,13 @@ def spared(joined: JoinedRecording, found: Full, shape: str, factor: float) -> f
         shape: "saturation", "fence", "alias" or "channels".
         factor: new depth over old; of a channel, both counted over all streams that share it.
     """
+    known = found.spared  # one factor may stand for several changes
+    if (shape, factor) not in known:
+        known[shape, factor] = _spared(joined, found, shape, factor)
+    return known[shape, factor]
+
+
+def _spared(joined: JoinedRecording, found: Full, shape: str, factor: float) -> float:
     rows, ns = found.rows[shape], found.ns[shape]
     total = int(ns.sum())
     if not total:

@@ -60,6 +60,7 @@ class Full:
         open_reason: why a queue that might have been full could not be told; "" where none.
         open_rows: its slow calls at the top; `open_ns`: how much longer each took than with a free slot.
         open_ns: see there.
+        spared: what deeper queues would save, as far as asked for (`deeper_queue.spared`), by shape and factor.
     """
 
     rows: dict[str, Array]
@@ -75,6 +76,7 @@ class Full:
     open_reason: str = ""
     open_rows: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     open_ns: Array = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    spared: dict[tuple[str, float], float] = field(default_factory=dict)
 
 
 def _replaced(recording: Recording, channel: Array) -> Recording:

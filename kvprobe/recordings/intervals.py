@@ -21,7 +21,8 @@ def union(start: Array, end: Array) -> tuple[Array, Array]:
     """The disjoint, sorted intervals that cover the same instants as the given half-open ones."""
     keep = end > start
     if not keep.all():
-        start, end = start[keep], end[keep]
+        kept = np.flatnonzero(keep)  # of millions, places pick in half the time that a mask takes
+        start, end = start[kept], end[kept]
     if not len(start):
         return start, end
     if (start[1:] < start[:-1]).any():
@@ -29,13 +30,11 @@ def union(start: Array, end: Array) -> tuple[Array, Array]:
         start, end = start[order], end[order]
     if (end[1:] < end[:-1]).any():
         end = np.maximum.accumulate(end)
-    first = np.ones(len(start), dtype=bool)
-    first[1:] = start[1:] > end[:-1]
-    if first.all():
+    apart = start[1:] > end[:-1]
+    if apart.all():
         return start, end
-    last = np.ones(len(start), dtype=bool)
-    last[:-1] = first[1:]
-    return start[first], end[last]
+    last = np.append(np.flatnonzero(apart), len(start) - 1)  # of those that are one
+    return start[np.append(0, last[:-1] + 1)], end[last]
 
 
 class Cover:

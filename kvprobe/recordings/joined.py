@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvprobe.recordings.assemble import among, codes
-from kvprobe.recordings.intervals import Cover, distinct, running_max_by_group
+from kvprobe.recordings.assemble import among, codes, positions
+from kvprobe.recordings.intervals import Cover, distinct, in_time, running_max_by_group
 from kvprobe.recordings.link_rate import LinkRate, link_rate, rate_or_assumed
 from kvprobe.recordings.links import links_of
 from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Engine, Memory, Recording
@@ -78,11 +78,9 @@ class Joined:
     @cached_property
     def by_caller(self) -> Array:
         """Rows sorted by caller, then start."""
-        order = np.arange(len(self.start))
-        if len(order) and (self.start[1:] < self.start[:-1]).any():
-            order = np.argsort(self.start, kind="stable")
-        callers: Array = order[np.argsort(self.caller[order], kind="stable")]
-        return callers.astype(np.int32)
+        order = in_time(np.arange(len(self.start), dtype=np.int32), self.start)
+        callers, place = codes(self.caller[order])
+        return np.concatenate([order[:0], *(order[rows] for rows in positions(place, len(callers)))])
 
     @cached_property
     def _called(self) -> dict[int, str]:
@@ -149,7 +147,9 @@ class Joined:
     @property
     def x_dur(self) -> Array:
         """Duration of each execution, ns; not kept: there may be millions."""
-        return np.asarray(np.maximum(self.x_end - self.x_start, 0))
+        took: Array = self.x_end - self.x_start
+        np.maximum(took, 0, out=took)
+        return took
 
     @cached_property
     def launching_callers(self) -> Array:

@@ -108,8 +108,7 @@ def link_rate(recording: Recording, direction: Direction) -> tuple[float, str]:
             large = (took > 0) & (size >= LARGE_BYTES * np.maximum(table["count"][rows], 1))
             measured = large & (table["error_ns"][rows] == 0)  # else their length was computed
             large = measured if measured.any() else large
-        pageable = recording.calls["memory"] == Memory.PAGEABLE  # a span does not say which copies are
-        if large.any() and (table is recording.executions or not _mostly(recording, direction, pageable)):
+        if large.any() and (table is recording.executions or not _pageable(recording, direction)):
             return float(np.percentile(size[large] / took[large], 90) * 1e9), FROM_COPIES
     return 0.0, "unknown"
 
@@ -120,8 +119,15 @@ def _by_rows(recording: Recording) -> Array:
     return among(recording.calls["name"], rows)
 
 
+def _pageable(recording: Recording, direction: Direction) -> bool:
+    """Whether most bytes are copied from or to pageable memory: a span does not say which copies are."""
+    return _mostly(recording, direction, recording.calls["memory"] == Memory.PAGEABLE)
+
+
 def _mostly(recording: Recording, direction: Direction, some: Array) -> bool:
     """Whether these calls move more than half of the bytes of large copies."""
     calls = recording.calls
+    if not some.any():
+        return False
     large = (calls["bytes"] >= LARGE_BYTES) & (calls["direction"] == direction)
     return bool(2 * calls["bytes"][large & some].sum() > calls["bytes"][large].sum())

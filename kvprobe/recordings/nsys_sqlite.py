@@ -12,7 +12,7 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import numpy as np
@@ -34,6 +34,9 @@ from kvprobe.recordings.links import link
 from kvprobe.recordings.model import Array, CallKind, Engine, Label, RangeStyle, Recording, Source, Table
 from kvprobe.recordings.trace_library import native_library
 
+if TYPE_CHECKING:
+    from concurrent.futures import Executor, Future
+
 __all__ = ["MAGIC", "columns_to_recording", "read"]
 
 MAGIC = b"SQLite format 3\0"
@@ -42,6 +45,8 @@ _BATCH = 1 << 17
 _NO_STREAM = 0xFFFFFFFF  # CUPTI's stream of what names none
 _PID_SHIFT, _ID_MASK = 24, 0xFFFFFF  # globalTid = ... pid << 24 | tid
 _DIRECTIONS, _MEMORY = np.array(words.NSYS_DIRECTIONS, np.uint8), np.array(words.NSYS_MEMORY, np.uint8)
+
+_KERNELS, _COPIES = "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_MEMCPY"
 
 # What is read of each table: column -> default where the schema lacks it or the cell is NULL.
 _OF_EVENTS = {"streamId": -1, "correlationId": -1, "globalPid": 0, "eventId": 0}
@@ -54,7 +59,7 @@ COLUMNS: dict[str, dict[str, int]] = {
         "nameId": -1,
         "returnValue": 0,
     },
-    "CUPTI_ACTIVITY_KIND_KERNEL": {
+    _KERNELS: {
         "start": 0,
         "end": 0,
         "deviceId": -1,
@@ -66,7 +71,7 @@ COLUMNS: dict[str, dict[str, int]] = {
         "shortName": -1,
         "demangledName": -1,
     },
-    "CUPTI_ACTIVITY_KIND_MEMCPY": {
+    _COPIES: {
         "start": 0,
         "end": 0,
         "deviceId": -1,
@@ -319,8 +324,10 @@ def columns_to_recording(export: Any, path: Path, form: str, progress: Progress 
     """Makes a Recording of anything that offers an Export's methods, whatever the format behind it."""
     if not any(table in export.tables for table in ("CUPTI_ACTIVITY_KIND_RUNTIME", "StringIds", "NVTX_EVENTS")):
         raise RecordingError(f"{path}: not an export of Nsight Systems (no CUDA calls, NVTX ranges or strings in it)")
-    builder = _Builder(export, path, form, progress)
-    return builder.build()
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as beside:  # the native library reads without Python's lock
+        return _Builder(export, path, form, progress).build(beside)
 
 
 class _Builder:
@@ -328,6 +335,7 @@ class _Builder:
 
     def __init__(self, export: Any, path: Path, form: str, progress: Progress | None) -> None:
         self.export = export
+        self.ahead: dict[str, Future[Columns]] = {}
         self.names = words.Names()
         self.notes: list[str] = []
         self.incomplete: list[str] = []
@@ -366,11 +374,15 @@ class _Builder:
     def read_columns(self, table: str) -> Columns:
         """Columns of a table; a damaged one is read as far as not at all, and noted."""
         try:
-            return self.export.columns(table, self._tick)  # type: ignore[no-any-return]
+            ahead = self.ahead.pop(table, None)
+            found: Columns = ahead.result() if ahead is not None else self.export.columns(table, self._tick)
         except (sqlite3.Error, ValueError, OverflowError) as error:
             self.notes.append(f"{table} was not read: {error}")
             self.incomplete.append(f"{table} was not read: {error}")
             return {name: np.zeros(0, dtype=np.int64) for name in COLUMNS[table]}
+        if ahead is not None:
+            self._tick()
+        return found
 
     def process_rows(self, global_id: Array) -> Array:
         """Rows of `processes` for global process or thread ids; new processes are added."""
@@ -394,7 +406,9 @@ class _Builder:
         texts = [transform(found.get(number, "")) for number in distinct.tolist()]
         return self.names.map(texts)[inverse] if len(distinct) else np.zeros(0, np.int32), texts
 
-    def build(self) -> Recording:
+    def build(self, beside: Executor) -> Recording:
+        """The recording; what the GPU did is read on a second core, while this thread reads the calls."""
+        self.ahead = {table: beside.submit(self.export.columns, table) for table in (_KERNELS, _COPIES)}
         calls = self.calls()
         executions, streams = self.executions()
         tables = {
@@ -498,8 +512,8 @@ class _Builder:
     def executions(self) -> tuple[Table, Table]:
         parts: list[Columns] = []
         for table, engine in (
-            ("CUPTI_ACTIVITY_KIND_KERNEL", Engine.KERNEL),
-            ("CUPTI_ACTIVITY_KIND_MEMCPY", Engine.COPY),
+            (_KERNELS, Engine.KERNEL),
+            (_COPIES, Engine.COPY),
             ("CUPTI_ACTIVITY_KIND_MEMSET", Engine.MEMSET),
             ("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", Engine.OTHER),
         ):

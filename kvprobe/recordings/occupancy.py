@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
@@ -112,7 +113,6 @@ class Occupancy(_Concluded):
         streams: one entry per stream (or channel) that was submitted to, most time lost first.
         depth: of each call at entry, (calls,) int32; -1 where the call submits nothing.
         blocked: which calls were blocked by a full queue, (calls,) bool.
-        blocked_ns: host time lost in each call, (calls,) int64.
         baseline_ns: what each call would have cost at shallow depth, (calls,) int32, 2.1 s at most; -1 unknown.
         conclusion: "full" if one queue was; else "cannot tell" if one cannot be told; else "not full"; `verdict` and
             `reason` are its parts.
@@ -122,12 +122,20 @@ class Occupancy(_Concluded):
     streams: list[StreamOccupancy]
     depth: Array
     blocked: Array
-    blocked_ns: Array
     baseline_ns: Array
     conclusion: QueueConclusion
     how: str
     labelled_ns: int
     inferred_ns: int
+
+    @cached_property
+    def blocked_ns(self) -> Array:
+        """Host time lost in each call, (calls,) int64; put together when it is first asked for."""
+        lost = np.zeros(len(self.depth), dtype=np.int64)
+        for queue in self.streams:
+            if queue.blocked.any():
+                lost[queue.calls] = queue.blocked_ns
+        return lost
 
 
 def occupancy(recording: Recording, *, use_labels: bool = True, by_channel: bool = False) -> Occupancy:
@@ -141,7 +149,6 @@ def occupancy(recording: Recording, *, use_labels: bool = True, by_channel: bool
     calls = recording.calls
     rows = calls.rows
     depth = np.full(rows, -1, dtype=np.int32)
-    blocked_ns = np.zeros(rows, dtype=np.int64)
     blocked = np.zeros(rows, dtype=bool)
     baseline = np.full(rows, -1, dtype=np.int32)
     labelled = _labelled(recording)
@@ -154,7 +161,6 @@ def occupancy(recording: Recording, *, use_labels: bool = True, by_channel: bool
         depth[queue.calls] = queue.depth
         if queue.blocked.any():
             blocked[queue.calls] = queue.blocked
-            blocked_ns[queue.calls] = queue.blocked_ns
         names = calls["name"][queue.calls] if len(queue.baseline_ns) > 1 else None
         for name, value in queue.baseline_ns.items():
             of_name = queue.calls if names is None else queue.calls[names == name]
@@ -173,7 +179,6 @@ def occupancy(recording: Recording, *, use_labels: bool = True, by_channel: bool
         found,
         depth,
         blocked,
-        blocked_ns,
         baseline,
         conclusion,
         how,
@@ -426,24 +431,21 @@ def _infer(recording: Recording, queue: StreamOccupancy, duration: Array) -> Non
     # The plateau is a band, for a queue may free slots in chunks: 1,135 to 1,141 on one H100, 1,012 to 1,022 on a V100.
     band = max(LEAST_BAND, round(BAND_SHARE * deepest))
     at_top = judged & (depth >= deepest - band)
-    baseline = _lookup(names, queue.baseline_ns)
-    limit = np.maximum(_lookup(names, floor), 1.5 * baseline)
-    excess = duration - limit
-    np.maximum(excess, 0.0, out=excess)
-    slow = np.zeros(len(rows), dtype=bool)
+    slow, lost = np.zeros(len(rows), dtype=bool), np.zeros(len(rows), dtype=np.int64)
     for name in distinct(names[at_top]).tolist():
-        mine = names == name
-        top, below = mine & at_top, mine & shallow
-        typical = float(excess[below].mean()) if below.sum() >= 20 else 0.1 * queue.baseline_ns[name]
+        mine, usual = names == name, queue.baseline_ns[name]
+        limit = max(floor[name], 1.5 * usual)
+        top, below = np.flatnonzero(mine & at_top), np.flatnonzero(mine & shallow)
+        above, typical = np.maximum(duration[top] - limit, 0.0), 0.1 * usual
+        if len(below) >= 20:
+            typical = float(np.maximum(duration[below] - limit, 0.0).mean())
         # Noise makes some calls slow at any depth; a full queue makes them slower on average, many times over.
-        if excess[top].mean() > max(5 * typical, 0.25 * queue.baseline_ns[name]):
-            slow |= top & (duration > limit)
-    del limit, excess
+        if above.mean() > max(5 * typical, 0.25 * usual):
+            late = top[above > 0]
+            slow[late], lost[late] = True, duration[late] - usual
     if not slow.any():
         queue.conclusion = conclude(Plateau(deepest))
         return
-    lost = np.zeros(len(rows), dtype=np.int64)
-    lost[slow] = duration[slow] - baseline[slow]
     # What is slow by chance at the top carries little; what a full queue costs stands out of everything slow below.
     # (Calls that a graph makes slow further down, or pageable ones, are somebody else's finding.)
     shallowest = int(depth[slow].min())
@@ -463,15 +465,6 @@ def _infer(recording: Recording, queue: StreamOccupancy, duration: Array) -> Non
     )
     if queue.conclusion.full:
         queue.blocked_by(queue.conclusion, slow, lost, "plateau")
-
-
-def _lookup(names: Array, table: dict[int, int] | dict[int, float]) -> Array:
-    """The table's value for each name, float64."""
-    if len(table) == 1:
-        return np.broadcast_to(np.float64(next(iter(table.values()))), (len(names),))
-    values = np.zeros(max(table) + 1)
-    values[list(table)] = list(table.values())
-    return cast(Array, values[names])
 
 
 def _distance(sorted_times: Array, at: Array) -> Array:
