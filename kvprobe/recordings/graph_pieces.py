@@ -1,8 +1,9 @@
 """The launches of CUDA graphs that `kvprobe run` saw in one piece, divided by what the graphs hold: computed, not seen.
 
 Marks tell when a launch began and ended, and a capture told how many kernels its graph has and how many bytes its
-copies carry, one behind the other in one stream. So the copies take their bytes at the link's rate, those to the device
-first and those from it last, and the kernels take the rest.
+copies carry. So the copies take their bytes at the link's rate, those to the device first and those from it last, and
+the kernels take the rest. Where a graph was captured in several streams, its copies may have run beside its kernels: so
+much of what they take may be computing.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def divide_graphs(recording: Recording) -> int:
         (start + loads, end - stores, Engine.KERNEL, Direction.UNKNOWN, nothing),
         (end - stores, end, Engine.COPY, Direction.D2H, size[Direction.D2H]),
     ]
+    beside = graphs["several_streams"][graph[of]] > 0
     keep = np.ones(spans.rows, dtype=bool)
     keep[rows] = False
     columns = {name: [spans[name][keep]] for name in spans.columns}
@@ -59,6 +61,7 @@ def divide_graphs(recording: Recording) -> int:
             "direction": np.full(len(some), direction, dtype=np.uint8),
             "bytes": carried[some],
             "count": np.ones(len(some), dtype=np.int64),
+            "error_ns": np.where(beside[some] & (engine == Engine.COPY), (last - first)[some], 0),
         }
         for name, column in columns.items():
             column.append(made.get(name, spans[name][row]))

@@ -136,6 +136,7 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "copy_bytes_d2h": "int64",
         "memsets": "int64",
         "host_nodes": "int64",
+        "several_streams": "int64",  # 1: copies may run beside kernels
         "launches": "int64",
     },
     # What lay in host memory when a sampled copy was submitted: the source of one to the device, the place where one

@@ -408,7 +408,8 @@ class _Builder:
 
     def build(self, beside: Executor) -> Recording:
         """The recording; what the GPU did is read on a second core, while this thread reads the calls."""
-        self.ahead = {table: beside.submit(self.export.columns, table) for table in (_KERNELS, _COPIES)}
+        if sqlite3.threadsafety == 3:  # else a connection may not be used by two threads
+            self.ahead = {table: beside.submit(self.export.columns, table) for table in (_KERNELS, _COPIES)}
         calls = self.calls()
         executions, streams = self.executions()
         tables = {

@@ -365,6 +365,7 @@ def _graphs(recording: Recording, records: Array, process: Array) -> None:
             "copy_bytes_d2h": column("dst"),
             "memsets": np.maximum(column("tid") - 1, 0),
             "host_nodes": column("result"),
+            "several_streams": column("direction"),
             "launches": column("dur_ns"),
         },
     )

@@ -68,6 +68,17 @@ def test_copies_that_would_not_fit_take_no_more_than_there_is() -> None:
     assert stores == pytest.approx(3 * loads, 0.01)
 
 
+def test_copies_of_several_streams_may_have_run_beside_kernels() -> None:
+    """So much as the copies take may be computing: that is their error, and kernels alone have none."""
+    recording = recorded(kernels=3, copies=1, copy_bytes_h2d=1_000_000, several_streams=1)
+    assert divide_graphs(recording) == 2
+    spans = recording.spans
+    copies = spans["engine"] == Engine.COPY
+    assert spans["error_ns"][copies].tolist() == [100_000] * 2 and not spans["error_ns"][~copies].any()
+    kernels = recorded(kernels=3, several_streams=1)
+    assert divide_graphs(kernels) == 2 and ns(kernels, Engine.KERNEL) == 2_000_000
+
+
 @pytest.mark.parametrize("graph", [{"kernels": 3, "host_nodes": 1}, {"kernels": 3, "graph": 6}])
 def test_what_a_graph_holds_is_not_guessed(graph: dict[str, int]) -> None:
     recording = recorded(**graph)

@@ -1,8 +1,8 @@
 /* What a CUDA graph holds, counted while it is captured and told when it is instantiated: kernels, copies, bytes.
  *
- * Told of graphs alone whose nodes were captured in one stream, one behind the other, with no other capture at the same
- * time and no host function: of these the time of a launch can be divided. A graph that is made node by node, or of
- * several streams, stays one piece. */
+ * Told of graphs alone that were captured with no other capture at the same time and no host function, and whether all
+ * of it stood in one stream, one behind the other: of these the time of a launch can be divided. Of several streams,
+ * copies may have run beside kernels. A graph that is made node by node stays one piece. */
 #define _GNU_SOURCE
 #include "marks.h"
 
@@ -14,7 +14,8 @@
 struct graph {
     uint64_t handle, stream, bytes[3]; /* bytes: to the device, from it, within it */
     uint32_t kernels, copies, memsets;
-    int clear; /* all of it is known, and in one stream */
+    int clear;   /* all of it is known */
+    int several; /* it was captured in several streams */
 };
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -50,7 +51,7 @@ void kvp_graph_holds(const kvp_record *r) {
     if (!(copies | kernels | memsets) || !is_captured(r->stream)) return;
     unsigned way = (r->direction & 15) == KVP_H2D ? 0 : (r->direction & 15) == KVP_D2H ? 1 : 2;
     pthread_mutex_lock(&lock);
-    if (r->stream != captured.stream) captured.clear = 0;
+    if (r->stream != captured.stream) captured.several = 1;
     captured.copies += copies * r->count;
     captured.kernels += kernels;
     captured.memsets += memsets;
@@ -77,6 +78,7 @@ void kvp_graph_instantiated(const void *launchable, const void *graph) {
         r.count = g->kernels;
         r.transfer = g->copies;
         r.tid = 1 + g->memsets;
+        r.direction = (uint8_t)g->several;
         break;
     }
     pthread_mutex_unlock(&lock);

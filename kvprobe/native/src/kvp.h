@@ -168,8 +168,8 @@ enum kvp_memory {
  *   coverage  result 0: spans are complete in [start_ns, start_ns + dur_ns); else they are not, and that is why (enum
  *             mark_reason)
  *   graph     src: its number, which spans name; stream, dst, bytes: bytes to the device, from it, within it; dur_ns:
- *             launches so far; count: kernels; transfer: copies; result: host functions; tid: 1 + memsets. The newest
- *             record of a number counts. */
+ *             launches so far; count: kernels; transfer: copies; result: host functions; tid: 1 + memsets; direction:
+ *             1 where they were captured in several streams. The newest record of a number counts. */
 typedef struct {
     uint64_t start_ns; /* entry of the call, CLOCK_MONOTONIC */
     uint64_t dur_ns;   /* host time inside the call; KVP_UNTIMED = counted only */
