@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.joined import Array, JoinedRecording
+from kvprobe.diagnosis.usual import UsualCosts
 from kvprobe.launchqueue.constants import CHANNEL_SLOTS, FULL_SHARE
 from kvprobe.launchqueue.evidence import OverStreams
 from kvprobe.launchqueue.judge import conclude
 from kvprobe.recordings.intervals import ascending, distinct, in_time
-from kvprobe.recordings.model import CallKind, Direction, Memory
+from kvprobe.recordings.model import Array, CallKind, Direction, Memory
 
 __all__ = ["pooled_behind_fence", "still_by_waits"]
 
@@ -20,7 +20,7 @@ IDLE_NS = 2_000_000  # between two bursts
 POOL = 5
 
 
-def still_by_waits(joined: JoinedRecording, stream: int, rows: Array, ns: Array) -> Array:
+def still_by_waits(joined: UsualCosts, stream: int, rows: Array, ns: Array) -> Array:
     """Which blocked calls of a stream stood behind a fence, told by the host alone.
 
     A queue that drains holds each call for the time of one copy. The one call that it holds many times as long, the
@@ -46,7 +46,7 @@ def still_by_waits(joined: JoinedRecording, stream: int, rows: Array, ns: Array)
     return still
 
 
-def pooled_behind_fence(joined: JoinedRecording) -> tuple[Array, Array, int, int]:
+def pooled_behind_fence(joined: UsualCosts) -> tuple[Array, Array, int, int]:
     """Copies over many streams, all told to wait, that blocked when the channels together were full.
 
     Of a burst of one direction over at least five streams the judge is told when the first call blocks. Counted with it
@@ -84,7 +84,7 @@ def pooled_behind_fence(joined: JoinedRecording) -> tuple[Array, Array, int, int
     return rows, joined.excess_of(rows), outstanding, streams
 
 
-def _fits(joined: JoinedRecording, burst: Array, first: int, counts: tuple[int, ...], told: Array) -> bool:
+def _fits(joined: UsualCosts, burst: Array, first: int, counts: tuple[int, ...], told: Array) -> bool:
     """Whether the first long call of a burst met full channels behind a fence."""
     stream = joined.stream[burst[first]]
     before = told & (joined.stream == stream) & (joined.start < joined.start[burst[first]])

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvprobe.diagnosis.fences import pooled_behind_fence, still_by_waits
-from kvprobe.diagnosis.joined import Array, JoinedRecording
+from kvprobe.diagnosis.usual import UsualCosts
 from kvprobe.launchqueue.constants import (
     ALIGNED_NS,
     BAND_SHARE,
@@ -34,7 +34,7 @@ from kvprobe.launchqueue.evidence import Regular, StoodStill
 from kvprobe.launchqueue.judge import conclude
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, ascending, distinct
-from kvprobe.recordings.model import CallKind, Direction, Engine, Memory, Recording, Table
+from kvprobe.recordings.model import Array, CallKind, Direction, Engine, Memory, Recording, Table
 from kvprobe.recordings.numbered import slots_each
 from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy, occupancy
 
@@ -91,7 +91,7 @@ def _replaced(recording: Recording, channel: Array) -> Recording:
     )
 
 
-def _with_channels(recording: Recording, joined: JoinedRecording) -> Recording | None:
+def _with_channels(recording: Recording) -> Recording | None:
     """The recording with each stream's channel, where the recorder knows channels; None where it does not.
 
     A stream has a channel for each kind of work; that of its copies is taken, for copies are what fills it.
@@ -109,7 +109,7 @@ def _with_channels(recording: Recording, joined: JoinedRecording) -> Recording |
     return _replaced(recording, channel)
 
 
-def _pooled(recording: Recording, joined: JoinedRecording) -> Recording | None:
+def _pooled(recording: Recording, joined: UsualCosts) -> Recording | None:
     """The recording with all copy streams of a direction as if they were one channel; None where there are too few."""
     channel = np.full(recording.streams.rows, -1, dtype=np.int32)
     for direction in (Direction.H2D, Direction.D2H):
@@ -121,13 +121,13 @@ def _pooled(recording: Recording, joined: JoinedRecording) -> Recording | None:
     return _replaced(recording, channel)
 
 
-def _shared_channels(joined: JoinedRecording, own: Occupancy, result: Full) -> tuple[Array, Array]:
+def _shared_channels(joined: UsualCosts, own: Occupancy, result: Full) -> tuple[Array, Array]:
     """Calls blocked by a channel although their own stream had free slots: (rows, ns)."""
     recording = joined.recording
     none = np.zeros(0, dtype=np.int64)
     if not recording.has_executions or not recording.streams.rows:
         return none, none
-    labelled = _with_channels(recording, joined)
+    labelled = _with_channels(recording)
     known = labelled is not None
     if labelled is not None:
         shared = occupancy(labelled, by_channel=True)
@@ -165,7 +165,7 @@ def _shared_channels(joined: JoinedRecording, own: Occupancy, result: Full) -> t
     return np.concatenate(rows_out), np.concatenate(ns_out)
 
 
-def _by_other_thread(joined: JoinedRecording, queue: StreamOccupancy, rows: Array) -> Array:
+def _by_other_thread(joined: UsualCosts, queue: StreamOccupancy, rows: Array) -> Array:
     """Mask over blocked `rows` of one stream: another thread, which copies, filled it; the caller lives elsewhere."""
     mask = np.zeros(len(rows), dtype=bool)
     if len(distinct(joined.caller[queue.calls])) < 2:
@@ -186,7 +186,7 @@ def _by_other_thread(joined: JoinedRecording, queue: StreamOccupancy, rows: Arra
     return mask
 
 
-def _standing_still(joined: JoinedRecording, queue: StreamOccupancy, rows: Array) -> Array:
+def _standing_still(joined: UsualCosts, queue: StreamOccupancy, rows: Array) -> Array:
     """Which blocked calls stood behind a fence: for most of the call nothing of its queue executed, and then it did."""
     table = joined.recording.executions
     theirs = among(table["stream"], queue.streams or [queue.stream])
@@ -202,24 +202,24 @@ def _standing_still(joined: JoinedRecording, queue: StreamOccupancy, rows: Array
     return standing
 
 
-def full(joined: JoinedRecording) -> Full:
+def full(joined: UsualCosts) -> Full:
     """Splits all blocked calls of a recording."""
     return joined.once(_split)
 
 
-def queue_blocked(joined: JoinedRecording) -> Array:
+def queue_blocked(joined: UsualCosts) -> Array:
     """Which calls waited for a slot in a queue, whatever the shape, (calls,) bool."""
     return joined.once(_all_blocked)
 
 
-def _all_blocked(joined: JoinedRecording) -> Array:
+def _all_blocked(joined: UsualCosts) -> Array:
     mask = np.zeros(len(joined.start), dtype=bool)
     for rows in full(joined).rows.values():
         mask[rows] = True
     return mask
 
 
-def _split(joined: JoinedRecording) -> Full:
+def _split(joined: UsualCosts) -> Full:
     own = joined.occupancy
     none = np.zeros(0, dtype=np.int64)
     result = Full(dict.fromkeys(SHAPES, none), dict.fromkeys(SHAPES, none), [], own.how)
@@ -279,7 +279,7 @@ def _split(joined: JoinedRecording) -> Full:
     return result
 
 
-def _unsettled(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Array]:
+def _unsettled(joined: UsualCosts, queue: StreamOccupancy) -> tuple[Array, Array]:
     """Slow calls of a queue of which nobody can tell whether it was full.
 
     With most outstanding, where that is known and each is long; all, where those too short to be looked at one by one
@@ -305,7 +305,7 @@ def _unsettled(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, 
     return rows[costly], excess[costly]
 
 
-def _near_the_top(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Array]:
+def _near_the_top(joined: UsualCosts, queue: StreamOccupancy) -> tuple[Array, Array]:
     """The blocked calls of a full queue, and those a little below its plateau that waited in the same way.
 
     Where slots are freed late (in chunks, or by a scheduler that was itself held up), the operations that ended in
@@ -318,7 +318,7 @@ def _near_the_top(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Arra
 
 
 def _with_late_room(
-    joined: JoinedRecording, queue: StreamOccupancy, rows: Array, ns: Array, deepest: int
+    joined: UsualCosts, queue: StreamOccupancy, rows: Array, ns: Array, deepest: int
 ) -> tuple[Array, Array]:
     """Adds the slow calls a little below the plateau, between the first and the last that were blocked at it."""
     usual, dur = joined.usual_ns[queue.calls], joined.dur[queue.calls]
@@ -331,7 +331,7 @@ def _with_late_room(
     return np.concatenate((rows, more)), np.concatenate((ns, joined.excess_of(more)))
 
 
-def _lonely(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Array]:
+def _lonely(joined: UsualCosts, queue: StreamOccupancy) -> tuple[Array, Array]:
     """A few calls at the stream's deepest while it stood still: too few for a plateau, but its stop explains them."""
     none = np.zeros(0, dtype=np.int64)
     deepest = int(queue.depth.max(initial=0))
@@ -359,7 +359,7 @@ def _lonely(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Arr
     return top[held], joined.excess_of(top[held])
 
 
-def _behind_one(joined: JoinedRecording, queue: StreamOccupancy, rows: Array) -> Array:
+def _behind_one(joined: UsualCosts, queue: StreamOccupancy, rows: Array) -> Array:
     """Mask over blocked calls: one operation of their queue ran for most of the call, which returned as it ended."""
     table = joined.recording.executions
     theirs = np.flatnonzero(among(table["stream"], queue.streams or [queue.stream]))
@@ -371,7 +371,7 @@ def _behind_one(joined: JoinedRecording, queue: StreamOccupancy, rows: Array) ->
     return mask
 
 
-def _let_go(joined: JoinedRecording, queue: StreamOccupancy, rows: Array) -> Array:
+def _let_go(joined: UsualCosts, queue: StreamOccupancy, rows: Array) -> Array:
     """Mask over blocked calls in which a queue stood still: it moved on and freed the slots that return at once.
 
     A queue may free a band of slots in one piece: no more of its operations ended in the call.
@@ -382,7 +382,7 @@ def _let_go(joined: JoinedRecording, queue: StreamOccupancy, rows: Array) -> Arr
     return mask
 
 
-def _regular(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Array]:
+def _regular(joined: UsualCosts, queue: StreamOccupancy) -> tuple[Array, Array]:
     """Slow calls at the top whose alignment is not at once, but is otherwise borne out.
 
     A queue whose slots are handed on by a software scheduler returns tens of microseconds after the device moved on,
