@@ -23,7 +23,13 @@ ORDER = ["errors", "reuse", "native", "runfolder", "cuda", "probe", "launchqueue
 # read and show; need no GPU, no torch, no native library
 PAPER = ["recordings", "account", "requests", "diagnosis", "sizing", "reporting"]
 # pure: neither numpy nor the native library comes with them
-JUDGE = {"launchqueue.constants", "launchqueue.evidence", "launchqueue.judge", "launchqueue.call_counts"}
+JUDGE = {
+    "launchqueue.constants",
+    "launchqueue.levels",
+    "launchqueue.evidence",
+    "launchqueue.judge",
+    "launchqueue.call_counts",
+}
 ALONE = ("errors", "version", "environment", "durations")  # files, which every room may import
 MAY_IMPORT = {
     "errors": set(),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.diagnosis.usual import UsualCosts
-from kvprobe.launchqueue.constants import CHANNEL_SLOTS, FULL_SHARE
-from kvprobe.launchqueue.evidence import OverStreams
+from kvprobe.launchqueue.constants import MANY_STREAMS
+from kvprobe.launchqueue.evidence import Made, OverStreams
 from kvprobe.launchqueue.judge import conclude
 from kvprobe.recordings.intervals import ascending, distinct, in_time
 from kvprobe.recordings.model import Array, CallKind, Direction, Memory
@@ -17,7 +17,6 @@ STILL_NS = 1_000_000  # a wait for more than a copy
 TIMES = 10  # how much longer the fence holds a call than the queue does that drains afterwards
 CHANNELS = 1, 2, 4, 8, 16, 32  # that the environment may have made
 IDLE_NS = 2_000_000  # between two bursts
-POOL = 5
 
 
 def still_by_waits(joined: UsualCosts, stream: int, rows: Array, ns: Array) -> Array:
@@ -69,7 +68,7 @@ def pooled_behind_fence(joined: UsualCosts) -> tuple[Array, Array, int, int]:
                 & (joined.memory != Memory.PAGEABLE)
                 & (joined.stream >= 0)
             )
-            if len(mine) < FULL_SHARE * counts[0] * CHANNEL_SLOTS or len(distinct(joined.stream[mine])) < POOL:
+            if conclude(Made(len(mine))).state == "not full" or len(distinct(joined.stream[mine])) < MANY_STREAMS:
                 continue
             begin = np.concatenate(([True], joined.start[mine[1:]] - joined.end[mine[:-1]] > IDLE_NS))
             for burst in np.split(mine, np.flatnonzero(begin)[1:]):

@@ -19,19 +19,16 @@ from kvprobe.diagnosis.fences import pooled_behind_fence, still_by_waits
 from kvprobe.diagnosis.usual import UsualCosts
 from kvprobe.launchqueue.constants import (
     ALIGNED_NS,
-    BAND_SHARE,
-    BELOW_SHARE,
     CHANNEL_SLOTS,
-    FULL_SHARE,
-    LATE_SHARE,
-    LEAST_BAND,
     LEAST_DELAYS,
     LEAST_DEPTH,
+    MANY_STREAMS,
     REAL_DEPTH,
     STANDING_NS,
 )
 from kvprobe.launchqueue.evidence import Regular, StoodStill
 from kvprobe.launchqueue.judge import conclude
+from kvprobe.launchqueue.levels import at_top, band, is_late, with_slot
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, ascending, distinct
 from kvprobe.recordings.model import Array, CallKind, Direction, Engine, Memory, Recording, Table
@@ -42,7 +39,6 @@ __all__ = ["UNSETTLED_SHARE", "Full", "full", "queue_blocked"]
 
 SHAPES = ("saturation", "fence", "alias", "channels")
 UNSETTLED_SHARE = 0.05  # of the threads' time: slow calls too short to be looked at one by one
-POOLED_MANY = 5  # streams in use at once, more than the four channels that CUDA makes by default
 
 
 @dataclass
@@ -116,7 +112,7 @@ def _pooled(recording: Recording, joined: UsualCosts) -> Recording | None:
         copies = joined.submits & (joined.direction == direction) & (joined.stream >= 0)
         channel[distinct(joined.stream[copies])] = int(direction)
     channel[joined.kernel_streams] = -1
-    if np.bincount(channel[channel >= 0], minlength=3).max() < POOLED_MANY:
+    if np.bincount(channel[channel >= 0], minlength=3).max() < MANY_STREAMS:
         return None
     return _replaced(recording, channel)
 
@@ -151,7 +147,7 @@ def _shared_channels(joined: UsualCosts, own: Occupancy, result: Full) -> tuple[
         ):  # of a known channel one stream may find what another put in
             continue
         limit = int(queue.depth.max()) if known else int(full_depth or CHANNEL_SLOTS)
-        roomy = own.depth[rows] < FULL_SHARE * limit
+        roomy = ~at_top(own.depth[rows], limit)
         if not known and 2 * roomy.sum() < len(roomy):
             continue
         if known or roomy.any():
@@ -258,7 +254,7 @@ def _split(joined: UsualCosts) -> Full:
         result.queues.append(queue)
         # What blocked in a crowded channel with free slots on its own stream, by whichever analysis, is the channel's.
         if queue.stream in result.crowded:
-            roomy = own.depth[rows] < FULL_SHARE * result.crowded[queue.stream]
+            roomy = ~at_top(own.depth[rows], result.crowded[queue.stream])
             rows_of["channels"].append(rows[roomy])
             ns_of["channels"].append(ns[roomy])
             taken[rows[roomy]] = True
@@ -289,7 +285,7 @@ def _unsettled(joined: UsualCosts, queue: StreamOccupancy) -> tuple[Array, Array
         Rows of `calls`; how much longer each took than one that finds a slot, ns.
     """
     judged = (joined.memory[queue.calls] != Memory.PAGEABLE) & (joined.kind[queue.calls] != CallKind.GRAPH)
-    top = queue.depth[judged] > FULL_SHARE * queue.depth.max()
+    top = at_top(queue.depth[judged], queue.depth.max())
     rows = queue.calls[judged]
     quick = joined.usual_ns[rows].copy()
     for name, baseline_ns in queue.baseline_ns.items():
@@ -322,7 +318,7 @@ def _with_late_room(
 ) -> tuple[Array, Array]:
     """Adds the slow calls a little below the plateau, between the first and the last that were blocked at it."""
     usual, dur = joined.usual_ns[queue.calls], joined.dur[queue.calls]
-    below = (queue.depth >= LATE_SHARE * deepest) & (dur > 5 * usual + 20_000)
+    below = is_late(queue.depth, deepest) & (dur > 5 * usual + 20_000)
     below &= (joined.memory[queue.calls] != Memory.PAGEABLE) & ~np.isin(queue.calls, rows)
     more = queue.calls[below]
     starts = ascending(joined.start[rows])
@@ -340,7 +336,7 @@ def _lonely(joined: UsualCosts, queue: StreamOccupancy) -> tuple[Array, Array]:
     depth = float(joined.recording.machine.get("queue_depth") or 0)
     excess = joined.excess_of(queue.calls)
     top = queue.calls[
-        (queue.depth >= deepest - max(LEAST_BAND, round(BAND_SHARE * deepest)))
+        (queue.depth >= deepest - band(deepest))
         & (excess > STANDING_NS)
         & (joined.memory[queue.calls] != Memory.PAGEABLE)
     ]
@@ -377,8 +373,7 @@ def _let_go(joined: UsualCosts, queue: StreamOccupancy, rows: Array) -> Array:
     A queue may free a band of slots in one piece: no more of its operations ended in the call.
     """
     ended = np.searchsorted(queue.ends, joined.end[rows], "right") - np.searchsorted(queue.ends, joined.start[rows])
-    band = max(LEAST_BAND, round(BAND_SHARE * int(queue.depth.max(initial=0))))
-    mask: Array = (ended > 0) & (ended <= band)
+    mask: Array = (ended > 0) & (ended <= band(int(queue.depth.max(initial=0))))
     return mask
 
 
@@ -397,10 +392,10 @@ def _regular(joined: UsualCosts, queue: StreamOccupancy) -> tuple[Array, Array]:
         return none, none
     excess, usual = joined.excess_of(queue.calls), joined.usual_ns[queue.calls]
     judged = joined.memory[queue.calls] != Memory.PAGEABLE
-    top = judged & (queue.depth >= deepest - max(LEAST_BAND, round(BAND_SHARE * deepest)))
+    top = judged & (queue.depth >= deepest - band(deepest))
     slow = excess > 3 * usual + 10_000
     rows = queue.calls[top & slow]
-    below = judged & (queue.depth < BELOW_SHARE * deepest)
+    below = judged & with_slot(queue.depth, deepest)
     if not len(rows):
         return none, none
     at = np.searchsorted(queue.ends, joined.end[rows], "right")
