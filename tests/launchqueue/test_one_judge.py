@@ -6,13 +6,14 @@ import ast
 import functools
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from kvprobe.diagnosis import CAUSES
 from kvprobe.launchqueue import constants, evidence
 from kvprobe.launchqueue.evidence import Flood, Plateau, StoodStill, Transfers
-from kvprobe.launchqueue.judge import STATES, conclude
+from kvprobe.launchqueue.judge import _RULES, STATES, conclude
 
 PACKAGE = Path(__file__).parents[2] / "kvprobe"
 FILES = [*sorted(PACKAGE.rglob("*.py")), *sorted(PACKAGE.parent.glob("patches/*.py"))]
@@ -297,12 +298,27 @@ def test_what_modules_take_of_the_figures_is_there() -> None:
     assert all((PACKAGE / path).exists() for path in TAKEN)
 
 
-def test_every_kind_of_evidence_is_judged_and_auto_names_causes_that_diagnosis_knows() -> None:
-    assert {"Plateau", "Flood", "Labels"} < set(evidence.__all__)
-    assert {constants.SATURATION, constants.COSTLY_BATCH, constants.SMALL_COPIES} < set(CAUSES)
-    auto = ast.parse((PACKAGE / "offload" / "auto.py").read_text())
-    text = {one.value for one in ast.walk(auto) if isinstance(one, ast.Constant) and isinstance(one.value, str)}
-    assert not text & set(CAUSES)
+def reasons(tree: ast.Module) -> set[str]:
+    """What auto gives as a reason for a change: names, those that a variable is chosen from in place of it."""
+    chosen: dict[str, ast.expr] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and isinstance(node.value, ast.IfExp):
+            chosen[node.targets[0].id] = node.value
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "self._found":
+            said = chosen.get(ast.unparse(node.args[0]), node.args[0])
+            found |= {ast.unparse(one) for one in ([said.body, said.orelse] if isinstance(said, ast.IfExp) else [said])}
+    return found
+
+
+def test_every_kind_of_evidence_is_judged_and_auto_gives_causes_of_the_diagnosis_as_its_reasons() -> None:
+    assert {one.__name__ for one in _RULES} == set(evidence.__all__) - {"Evidence"}
+    assert set(get_args(evidence.Evidence)) == set(_RULES)
+    given = reasons(ast.parse((PACKAGE / "offload" / "auto.py").read_text()))
+    assert given == {"SATURATION", "COSTLY_BATCH", "SMALL_COPIES"}
+    assert {getattr(constants, name) for name in given} < set(CAUSES)
+    assert reasons(ast.parse("self._found('slow', why)")) == {"'slow'"}
 
 
 def test_conclusions_have_three_states_and_say_from_what() -> None:
