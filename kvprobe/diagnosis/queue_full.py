@@ -26,7 +26,7 @@ from kvprobe.launchqueue.constants import (
     REAL_DEPTH,
     STANDING_NS,
 )
-from kvprobe.launchqueue.evidence import Regular, StoodStill
+from kvprobe.launchqueue.evidence import Regular, SharedChannel, StoodStill
 from kvprobe.launchqueue.judge import conclude
 from kvprobe.launchqueue.levels import at_top, band, is_late, with_slot
 from kvprobe.recordings.assemble import among
@@ -142,13 +142,9 @@ def _shared_channels(joined: UsualCosts, own: Occupancy, result: Full) -> tuple[
             continue
         rows, ns = _near_the_top(joined, queue) if queue.conclusion.full else _regular(joined, queue)
         users = distinct(joined.stream[rows])
-        if not len(rows) or (
-            len(users) < 2 and not known
-        ):  # of a known channel one stream may find what another put in
-            continue
         limit = int(queue.depth.max()) if known else int(full_depth or CHANNEL_SLOTS)
         roomy = ~at_top(own.depth[rows], limit)
-        if not known and 2 * roomy.sum() < len(roomy):
+        if not conclude(SharedChannel(known, len(rows), len(users), int(roomy.sum()))).full:
             continue
         if known or roomy.any():
             result.channel_total = max(result.channel_total, int(queue.depth.max()))

@@ -27,6 +27,7 @@ __all__ = [
     "Pinned",
     "Plateau",
     "Regular",
+    "SharedChannel",
     "StoodStill",
     "Together",
     "Transfers",
@@ -158,6 +159,22 @@ class StoodStill:
     depth: float
     fences: int = 0
     delays: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SharedChannel:
+    """Where the device was recorded: calls that blocked while streams together held what fills a queue.
+
+    Attributes:
+        known: the recorder says that they share a channel.
+        calls, streams: the blocked calls, and how many streams they went to.
+        roomy: those of them whose own stream had slots.
+    """
+
+    known: bool
+    calls: int
+    streams: int
+    roomy: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,6 +469,7 @@ Evidence = (
     | Plateau
     | Regular
     | StoodStill
+    | SharedChannel
     | DepthStep
     | MetDepths
     | Paced

@@ -181,6 +181,12 @@ def _stood_still(e: seen.StoodStill) -> QueueConclusion:
     return _said(deep and (e.fences > 0 or (e.delays > 0 and e.deepest >= c.USUAL_DEPTHS[0])), what)
 
 
+def _shared_channel(e: seen.SharedChannel) -> QueueConclusion:
+    """Of a channel that is known one stream alone may find what others put in; else several must, most with slots."""
+    what = f"{e.calls:,} calls to {e.streams:,} streams blocked, {e.roomy:,} of them with slots on their own stream"
+    return _said(e.calls > 0 and (e.known or (e.streams > 1 and 2 * e.roomy >= e.calls)), what)
+
+
 # ---- from the host alone ---------------------------------------------------------------------------------------------
 
 
@@ -365,6 +371,7 @@ _RULES: dict[type, Callable[[Any], QueueConclusion]] = {
     seen.Plateau: _plateau,
     seen.Regular: _regular,
     seen.StoodStill: _stood_still,
+    seen.SharedChannel: _shared_channel,
     seen.DepthStep: _step,
     seen.MetDepths: _met,
     seen.Paced: _paced,

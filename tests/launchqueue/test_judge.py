@@ -28,6 +28,7 @@ from kvprobe.launchqueue.evidence import (
     Pinned,
     Plateau,
     Regular,
+    SharedChannel,
     StoodStill,
     Together,
     Transfers,
@@ -41,6 +42,7 @@ CHANCE = replace(PLATEAU, chance=c.TELLING_CHANCE, drained=c.DRAINED_SHARE, at_p
 REGULAR = Regular(1_000, 1_000, 200, 1, slow=40, top=80, slow_below=0.01, delays=0, gathered=0.0)
 DELAYED = replace(REGULAR, depth=0, slow=40, top=80, delays=c.LEAST_DELAYS, gathered=0.6)
 STOOD = StoodStill(1_000, 1_000, fences=1, delays=0)
+CHANNEL = SharedChannel(known=False, calls=40, streams=2, roomy=20)
 MET = MetDepths(950.0, 1_000.0, 1_050.0, times=2, least=200.0, usual=(900.0, 1_250.0))
 PACED = Paced(1_000, ((1_000.0, 500.0, 20), (300.0, 500.0, 10)))
 STEP = DepthStep(1_000, 40, 80, slow_below=1, below=100, passed=10, lost_ns=5_000_000, shallowest=990, how="counted")
@@ -165,6 +167,13 @@ TURNS: list[tuple[Evidence, dict[str, Any], str]] = [
     (STOOD, {"depth": 500, "deepest": 900, "fences": 0, "delays": 1}, FULL),
     (STOOD, {"depth": 0, "deepest": 200}, FULL),
     (STOOD, {"depth": 0, "deepest": 199}, NO),
+    # streams that may share a channel
+    (CHANNEL, {}, FULL),
+    (CHANNEL, {"roomy": 19}, NO),
+    (CHANNEL, {"streams": 1}, NO),
+    (CHANNEL, {"known": True, "streams": 1, "roomy": 0}, FULL),
+    (CHANNEL, {"known": True, "calls": 0, "roomy": 0}, NO),
+    (CHANNEL, {"calls": 0, "roomy": 0}, NO),
     # a step at one depth
     (STEP, {}, FULL),
     (STEP, {"depth": 16}, FULL),
