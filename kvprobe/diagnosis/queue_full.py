@@ -281,7 +281,7 @@ def _unsettled(joined: UsualCosts, queue: StreamOccupancy) -> tuple[Array, Array
         Rows of `calls`; how much longer each took than one that finds a slot, ns.
     """
     judged = (joined.memory[queue.calls] != Memory.PAGEABLE) & (joined.kind[queue.calls] != CallKind.GRAPH)
-    top = at_top(queue.depth[judged], queue.depth.max())
+    top = at_top(queue.depth[judged], max(int(queue.depth.max()), 1))  # of a queue that held nothing there is no top
     rows = queue.calls[judged]
     quick = joined.usual_ns[rows].copy()
     for name, baseline_ns in queue.baseline_ns.items():
