@@ -51,6 +51,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from tests.patches.vllm_modules import load, stub  # noqa: E402 - from the checkout
+
 VERSIONS = ("0.12.0", "0.14.1", "0.32.0")
 KERNELS = 50
 LOOP = r"""
@@ -264,31 +266,6 @@ class HostModel:
 
 
 # ---- vLLM's modules ----------------------------------------------------------------------------------------------
-
-
-def stub(name, **names):
-    module = types.ModuleType(name)
-    module.__dict__.update(names)
-    module.__path__ = []
-    sys.modules[name] = module
-    parent, _, child = name.rpartition(".")
-    if parent:
-        if parent not in sys.modules:
-            stub(parent)
-        setattr(sys.modules[parent], child, module)
-    return module
-
-
-def load(root, name):
-    spec = importlib.util.spec_from_file_location(name, root / (name.replace(".", "/") + ".py"))
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    parent, _, child = name.rpartition(".")
-    if parent not in sys.modules:
-        stub(parent)
-    setattr(sys.modules[parent], child, module)
-    spec.loader.exec_module(module)
-    return module
 
 
 def forget_vllm():

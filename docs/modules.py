@@ -47,7 +47,13 @@ ORDER = (
 )
 # Single files that every module may import: left out of the drawing.
 SMALL = ("errors", "version", "environment", "durations")
-JUDGE = ("launchqueue.constants", "launchqueue.evidence", "launchqueue.judge", "launchqueue.call_counts")
+JUDGE = (
+    "launchqueue.constants",
+    "launchqueue.levels",
+    "launchqueue.evidence",
+    "launchqueue.judge",
+    "launchqueue.call_counts",
+)
 ENTRANCES = ("__init__", "__main__")  # re-export and start; nothing imports them
 
 

@@ -23,7 +23,13 @@ ORDER = ["errors", "reuse", "native", "runfolder", "cuda", "probe", "launchqueue
 # read and show; need no GPU, no torch, no native library
 PAPER = ["recordings", "account", "requests", "diagnosis", "sizing", "reporting"]
 # pure: neither numpy nor the native library comes with them
-JUDGE = {"launchqueue.constants", "launchqueue.evidence", "launchqueue.judge", "launchqueue.call_counts"}
+JUDGE = {
+    "launchqueue.constants",
+    "launchqueue.levels",
+    "launchqueue.evidence",
+    "launchqueue.judge",
+    "launchqueue.call_counts",
+}
 ALONE = ("errors", "version", "environment", "durations")  # files, which every room may import
 MAY_IMPORT = {
     "errors": set(),
@@ -81,6 +87,48 @@ def test_a_room_imports_only_what_lies_below_it(room):
                 f"{path.relative_to(ROOT)} imports kvprobe.{module}, which does not lie below {room}: take what it "
                 f"needs as an argument, or move it; {room} may import {', '.join(sorted(allowed)) or 'nothing'}"
             )
+
+
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in PACKAGE.rglob("*.py")
+}
+
+
+def needs(module: str) -> set[str]:
+    """Modules of kvprobe that one needs to run, from within functions, too; what types alone name does not count."""
+    found, nodes = set(), [ast.parse(MODULES[module].read_text())]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            nodes += node.orelse
+            continue
+        nodes += ast.iter_child_nodes(node)
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            parts = {f"{node.module}.{alias.name}".removeprefix("kvprobe.") for alias in node.names}
+            found |= parts & MODULES.keys() or {node.module}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+    return {name.removeprefix("kvprobe.") for name in found} & (MODULES.keys() - {module})
+
+
+def in_circles(edges: dict[str, set[str]]) -> set[str]:
+    """Those that lead back to themselves: what leads nowhere, or what nothing leads to, is taken away until none is."""
+    left = dict(edges)
+    while True:
+        reached = set().union(*left.values()) if left else set()
+        kept = {one: to & left.keys() for one, to in left.items() if one in reached and to & left.keys()}
+        if kept == left:
+            return set(left)
+        left = kept
+
+
+def test_no_module_of_a_room_that_judges_needs_itself():
+    edges = {module: needs(module) for module in MODULES}
+    for room in ("launchqueue", "account", "requests", "diagnosis", "sizing", "reporting", "output", "reuse"):
+        mine = {one for one in MODULES if one.split(".")[0] == room}
+        assert not in_circles({one: edges[one] & mine for one in mine}), room
+    assert in_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == {"b", "c"}
 
 
 def test_nothing_imports_the_commands():

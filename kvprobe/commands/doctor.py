@@ -211,14 +211,15 @@ def _runtime(device: str) -> tuple[Runtime | None, Check]:
 
 def _queue(runtime: Runtime) -> Iterator[Check]:
     from kvprobe.launchqueue import calibrate
+    from kvprobe.launchqueue.constants import COPY_DEPTHS
 
     limits = calibrate(runtime, cache=False)
     yield Check(
         "launch queue",
         "depth",
         f"{limits.depth:,} operations on a stream, then the caller waits",
-        GOOD if limits.depth >= 1000 else BAD,
-        "" if limits.depth >= 1000 else "CUDA_SCALE_LAUNCH_QUEUES makes the queue small: unset it",
+        GOOD if limits.depth >= COPY_DEPTHS[0] else BAD,
+        "" if limits.depth >= COPY_DEPTHS[0] else "CUDA_SCALE_LAUNCH_QUEUES makes the queue small: unset it",
     )
     todo = (
         ""

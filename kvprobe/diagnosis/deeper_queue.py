@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvprobe.diagnosis.finding import Change
+from kvprobe.launchqueue.constants import SCALED_ALREADY
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import distinct
 from kvprobe.recordings.model import CallKind, Memory
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["BATCHED", "SCALE", "counted_records", "deeper", "spared"]
 
 SCALE = 4  # CUDA_SCALE_LAUNCH_QUEUES=4x: 1,021 submissions become 4,093 (measured, H200)
-SCALED_ALREADY = 3_000  # a queue of one stream that is as deep has been scaled: 4x is the most
 BATCHED = 8  # a queue that takes 1,021 copies took 8,168 and more in batches (measured, H200)
 STAGED_NS, STAGED_BYTES_PER_NS = 50_000, 2.0  # staging runs at 8 to 10 GB/s (H200)
 _LONG_AGO = -(1 << 62)

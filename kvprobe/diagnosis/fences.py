@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.diagnosis.joined import Array, JoinedRecording
-from kvprobe.launchqueue.constants import CHANNEL_SLOTS, FULL_SHARE
-from kvprobe.launchqueue.evidence import OverStreams
+from kvprobe.diagnosis.usual import UsualCosts
+from kvprobe.launchqueue.constants import MANY_STREAMS
+from kvprobe.launchqueue.evidence import Made, OverStreams
 from kvprobe.launchqueue.judge import conclude
 from kvprobe.recordings.intervals import ascending, distinct, in_time
-from kvprobe.recordings.model import CallKind, Direction, Memory
+from kvprobe.recordings.model import Array, CallKind, Direction, Memory
 
 __all__ = ["pooled_behind_fence", "still_by_waits"]
 
@@ -17,10 +17,9 @@ STILL_NS = 1_000_000  # a wait for more than a copy
 TIMES = 10  # how much longer the fence holds a call than the queue does that drains afterwards
 CHANNELS = 1, 2, 4, 8, 16, 32  # that the environment may have made
 IDLE_NS = 2_000_000  # between two bursts
-POOL = 5
 
 
-def still_by_waits(joined: JoinedRecording, stream: int, rows: Array, ns: Array) -> Array:
+def still_by_waits(joined: UsualCosts, stream: int, rows: Array, ns: Array) -> Array:
     """Which blocked calls of a stream stood behind a fence, told by the host alone.
 
     A queue that drains holds each call for the time of one copy. The one call that it holds many times as long, the
@@ -46,7 +45,7 @@ def still_by_waits(joined: JoinedRecording, stream: int, rows: Array, ns: Array)
     return still
 
 
-def pooled_behind_fence(joined: JoinedRecording) -> tuple[Array, Array, int, int]:
+def pooled_behind_fence(joined: UsualCosts) -> tuple[Array, Array, int, int]:
     """Copies over many streams, all told to wait, that blocked when the channels together were full.
 
     Of a burst of one direction over at least five streams the judge is told when the first call blocks. Counted with it
@@ -69,7 +68,7 @@ def pooled_behind_fence(joined: JoinedRecording) -> tuple[Array, Array, int, int
                 & (joined.memory != Memory.PAGEABLE)
                 & (joined.stream >= 0)
             )
-            if len(mine) < FULL_SHARE * counts[0] * CHANNEL_SLOTS or len(distinct(joined.stream[mine])) < POOL:
+            if conclude(Made(len(mine))).state == "not full" or len(distinct(joined.stream[mine])) < MANY_STREAMS:
                 continue
             begin = np.concatenate(([True], joined.start[mine[1:]] - joined.end[mine[:-1]] > IDLE_NS))
             for burst in np.split(mine, np.flatnonzero(begin)[1:]):
@@ -84,7 +83,7 @@ def pooled_behind_fence(joined: JoinedRecording) -> tuple[Array, Array, int, int
     return rows, joined.excess_of(rows), outstanding, streams
 
 
-def _fits(joined: JoinedRecording, burst: Array, first: int, counts: tuple[int, ...], told: Array) -> bool:
+def _fits(joined: UsualCosts, burst: Array, first: int, counts: tuple[int, ...], told: Array) -> bool:
     """Whether the first long call of a burst met full channels behind a fence."""
     stream = joined.stream[burst[first]]
     before = told & (joined.stream == stream) & (joined.start < joined.start[burst[first]])

@@ -35,7 +35,10 @@ from kvprobe.diagnosis.finding import INFERRED, LABELLED, MEASURED, Change, Evid
 from kvprobe.diagnosis.joined import SLOW_NS, Array, JoinedRecording, ms, range_of, share
 from kvprobe.diagnosis.merging import merged
 from kvprobe.diagnosis.queue_full import UNSETTLED_SHARE, Full, full, queue_blocked
-from kvprobe.launchqueue.constants import CHANNEL_SLOTS, FULL_SHARE, LEAST_NS, REAL_DEPTH
+from kvprobe.launchqueue.constants import CHANNEL_SLOTS, LEAST_NS
+from kvprobe.launchqueue.evidence import Deepest, Made, Together
+from kvprobe.launchqueue.judge import conclude
+from kvprobe.launchqueue.levels import at_top
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.inferred import without_cpu
 from kvprobe.recordings.intervals import distinct
@@ -80,7 +83,8 @@ def _slow_records(joined: JoinedRecording) -> Finding | None:
 
     Where the device was recorded and no queue was anywhere near full of submissions, they are `unexplained`.
     """
-    if joined.recording.has_executions and int(joined.occupancy.depth.max(initial=0)) < REAL_DEPTH:
+    deepest = Deepest((int(joined.occupancy.depth.max(initial=0)),))
+    if joined.recording.has_executions and conclude(deepest).state == "not full":
         return None
     rows = np.flatnonzero(joined.is_named("eventrecord") & (joined.host.owner < 0) & (joined.host.free_ns > 0))
     quick = np.minimum(joined.usual_ns[rows], joined.common_ns_of(rows))
@@ -132,14 +136,14 @@ def _too_few(joined: JoinedRecording) -> bool:
     takes = (*SUBMITTING, CallKind.EVENT)
     made = int(np.maximum(calls["count"], 1)[among(calls["kind"], takes)].sum())
     made = max(made, int(totals["calls"][among(totals["kind"], takes)].sum()))
-    return made < min(REAL_DEPTH, FULL_SHARE * float(joined.recording.machine.get("queue_depth") or REAL_DEPTH))
+    return conclude(Made(made, float(joined.recording.machine.get("queue_depth") or 0))).state == "not full"
 
 
 def _crowded(joined: JoinedRecording) -> Finding | None:
     """Slow copies whose own stream had free slots while those of their direction together held what a channel takes."""
     seen = joined.submits & among(joined.direction, (Direction.H2D, Direction.D2H)) & (joined.exec_end >= 0)
     slow = seen & joined.slow & (joined.host.owner < 0) & (joined.memory != Memory.PAGEABLE)
-    takes = FULL_SHARE * float(joined.recording.machine.get("queue_depth") or CHANNEL_SLOTS)
+    takes = float(joined.recording.machine.get("queue_depth") or CHANNEL_SLOTS)
     parts = [np.zeros(0, dtype=np.int64)]
     most = 0
     for process, direction in set(zip(joined.process[slow].tolist(), joined.direction[slow].tolist(), strict=True)):
@@ -148,10 +152,13 @@ def _crowded(joined: JoinedRecording) -> Finding | None:
         entered, done = np.sort(joined.start[seen & mine]), np.sort(joined.exec_end[seen & mine])
         at = joined.start[rows]
         together = np.searchsorted(entered, at) - np.searchsorted(done, at, "right")
-        crowded = (together >= takes) & (joined.occupancy.depth[rows] < takes)
+        crowded = at_top(together, takes) & ~at_top(joined.occupancy.depth[rows], takes)
         parts.append(rows[crowded])
         most = max(most, int(together[crowded].max(initial=0)))
     rows = np.concatenate(parts)
+    concluded = conclude(Together(len(rows), most))
+    if concluded.state == "not full":
+        return None
     return joined.open_question(
         CAUSE,
         "A channel of several streams may have been full: {calls} submissions took {lost} longer than others",
@@ -165,8 +172,7 @@ def _crowded(joined: JoinedRecording) -> Finding | None:
                 MEASURED,
             ),
         ),
-        because="the recording does not say which streams share a channel: each stream had free slots, but together "
-        "they held as many submissions as one channel takes",
+        because=concluded.because,
         record="Record with the PyTorch profiler of June 2026 or later, which records channels; or run once with "
         "CUDA_DEVICE_MAX_CONNECTIONS=32 and compare",
         chart=joined.slow_calls_chart(rows, "Slow submissions of streams whose queues had free slots"),

@@ -16,25 +16,22 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvprobe.diagnosis.fences import pooled_behind_fence, still_by_waits
-from kvprobe.diagnosis.joined import Array, JoinedRecording
+from kvprobe.diagnosis.usual import UsualCosts
 from kvprobe.launchqueue.constants import (
     ALIGNED_NS,
-    BAND_SHARE,
-    BELOW_SHARE,
     CHANNEL_SLOTS,
-    FULL_SHARE,
-    LATE_SHARE,
-    LEAST_BAND,
     LEAST_DELAYS,
     LEAST_DEPTH,
+    MANY_STREAMS,
     REAL_DEPTH,
     STANDING_NS,
 )
-from kvprobe.launchqueue.evidence import Regular, StoodStill
+from kvprobe.launchqueue.evidence import Regular, SharedChannel, StoodStill
 from kvprobe.launchqueue.judge import conclude
+from kvprobe.launchqueue.levels import at_top, band, is_late, with_slot
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, ascending, distinct
-from kvprobe.recordings.model import CallKind, Direction, Engine, Memory, Recording, Table
+from kvprobe.recordings.model import Array, CallKind, Direction, Engine, Memory, Recording, Table
 from kvprobe.recordings.numbered import slots_each
 from kvprobe.recordings.occupancy import Occupancy, StreamOccupancy, occupancy
 
@@ -42,7 +39,6 @@ __all__ = ["UNSETTLED_SHARE", "Full", "full", "queue_blocked"]
 
 SHAPES = ("saturation", "fence", "alias", "channels")
 UNSETTLED_SHARE = 0.05  # of the threads' time: slow calls too short to be looked at one by one
-POOLED_MANY = 5  # streams in use at once, more than the four channels that CUDA makes by default
 
 
 @dataclass
@@ -93,7 +89,7 @@ def _replaced(recording: Recording, channel: Array) -> Recording:
     )
 
 
-def _with_channels(recording: Recording, joined: JoinedRecording) -> Recording | None:
+def _with_channels(recording: Recording) -> Recording | None:
     """The recording with each stream's channel, where the recorder knows channels; None where it does not.
 
     A stream has a channel for each kind of work; that of its copies is taken, for copies are what fills it.
@@ -111,25 +107,25 @@ def _with_channels(recording: Recording, joined: JoinedRecording) -> Recording |
     return _replaced(recording, channel)
 
 
-def _pooled(recording: Recording, joined: JoinedRecording) -> Recording | None:
+def _pooled(recording: Recording, joined: UsualCosts) -> Recording | None:
     """The recording with all copy streams of a direction as if they were one channel; None where there are too few."""
     channel = np.full(recording.streams.rows, -1, dtype=np.int32)
     for direction in (Direction.H2D, Direction.D2H):
         copies = joined.submits & (joined.direction == direction) & (joined.stream >= 0)
         channel[distinct(joined.stream[copies])] = int(direction)
     channel[joined.kernel_streams] = -1
-    if np.bincount(channel[channel >= 0], minlength=3).max() < POOLED_MANY:
+    if np.bincount(channel[channel >= 0], minlength=3).max() < MANY_STREAMS:
         return None
     return _replaced(recording, channel)
 
 
-def _shared_channels(joined: JoinedRecording, own: Occupancy, result: Full) -> tuple[Array, Array]:
+def _shared_channels(joined: UsualCosts, own: Occupancy, result: Full) -> tuple[Array, Array]:
     """Calls blocked by a channel although their own stream had free slots: (rows, ns)."""
     recording = joined.recording
     none = np.zeros(0, dtype=np.int64)
     if not recording.has_executions or not recording.streams.rows:
         return none, none
-    labelled = _with_channels(recording, joined)
+    labelled = _with_channels(recording)
     known = labelled is not None
     if labelled is not None:
         shared = occupancy(labelled, by_channel=True)
@@ -148,13 +144,9 @@ def _shared_channels(joined: JoinedRecording, own: Occupancy, result: Full) -> t
             continue
         rows, ns = _near_the_top(joined, queue) if queue.conclusion.full else _regular(joined, queue)
         users = distinct(joined.stream[rows])
-        if not len(rows) or (
-            len(users) < 2 and not known
-        ):  # of a known channel one stream may find what another put in
-            continue
         limit = int(queue.depth.max()) if known else int(full_depth or CHANNEL_SLOTS)
-        roomy = own.depth[rows] < FULL_SHARE * limit
-        if not known and 2 * roomy.sum() < len(roomy):
+        roomy = ~at_top(own.depth[rows], limit)
+        if not conclude(SharedChannel(known, len(rows), len(users), int(roomy.sum()))).full:
             continue
         if known or roomy.any():
             result.channel_total = max(result.channel_total, int(queue.depth.max()))
@@ -167,7 +159,7 @@ def _shared_channels(joined: JoinedRecording, own: Occupancy, result: Full) -> t
     return np.concatenate(rows_out), np.concatenate(ns_out)
 
 
-def _by_other_thread(joined: JoinedRecording, queue: StreamOccupancy, rows: Array) -> Array:
+def _by_other_thread(joined: UsualCosts, queue: StreamOccupancy, rows: Array) -> Array:
     """Mask over blocked `rows` of one stream: another thread, which copies, filled it; the caller lives elsewhere."""
     mask = np.zeros(len(rows), dtype=bool)
     if len(distinct(joined.caller[queue.calls])) < 2:
@@ -188,7 +180,7 @@ def _by_other_thread(joined: JoinedRecording, queue: StreamOccupancy, rows: Arra
     return mask
 
 
-def _standing_still(joined: JoinedRecording, queue: StreamOccupancy, rows: Array) -> Array:
+def _standing_still(joined: UsualCosts, queue: StreamOccupancy, rows: Array) -> Array:
     """Which blocked calls stood behind a fence: for most of the call nothing of its queue executed, and then it did."""
     table = joined.recording.executions
     theirs = among(table["stream"], queue.streams or [queue.stream])
@@ -204,24 +196,24 @@ def _standing_still(joined: JoinedRecording, queue: StreamOccupancy, rows: Array
     return standing
 
 
-def full(joined: JoinedRecording) -> Full:
+def full(joined: UsualCosts) -> Full:
     """Splits all blocked calls of a recording."""
     return joined.once(_split)
 
 
-def queue_blocked(joined: JoinedRecording) -> Array:
+def queue_blocked(joined: UsualCosts) -> Array:
     """Which calls waited for a slot in a queue, whatever the shape, (calls,) bool."""
     return joined.once(_all_blocked)
 
 
-def _all_blocked(joined: JoinedRecording) -> Array:
+def _all_blocked(joined: UsualCosts) -> Array:
     mask = np.zeros(len(joined.start), dtype=bool)
     for rows in full(joined).rows.values():
         mask[rows] = True
     return mask
 
 
-def _split(joined: JoinedRecording) -> Full:
+def _split(joined: UsualCosts) -> Full:
     own = joined.occupancy
     none = np.zeros(0, dtype=np.int64)
     result = Full(dict.fromkeys(SHAPES, none), dict.fromkeys(SHAPES, none), [], own.how)
@@ -260,7 +252,7 @@ def _split(joined: JoinedRecording) -> Full:
         result.queues.append(queue)
         # What blocked in a crowded channel with free slots on its own stream, by whichever analysis, is the channel's.
         if queue.stream in result.crowded:
-            roomy = own.depth[rows] < FULL_SHARE * result.crowded[queue.stream]
+            roomy = ~at_top(own.depth[rows], result.crowded[queue.stream])
             rows_of["channels"].append(rows[roomy])
             ns_of["channels"].append(ns[roomy])
             taken[rows[roomy]] = True
@@ -281,7 +273,7 @@ def _split(joined: JoinedRecording) -> Full:
     return result
 
 
-def _unsettled(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Array]:
+def _unsettled(joined: UsualCosts, queue: StreamOccupancy) -> tuple[Array, Array]:
     """Slow calls of a queue of which nobody can tell whether it was full.
 
     With most outstanding, where that is known and each is long; all, where those too short to be looked at one by one
@@ -291,7 +283,7 @@ def _unsettled(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, 
         Rows of `calls`; how much longer each took than one that finds a slot, ns.
     """
     judged = (joined.memory[queue.calls] != Memory.PAGEABLE) & (joined.kind[queue.calls] != CallKind.GRAPH)
-    top = queue.depth[judged] > FULL_SHARE * queue.depth.max()
+    top = at_top(queue.depth[judged], max(int(queue.depth.max()), 1))  # of a queue that held nothing there is no top
     rows = queue.calls[judged]
     quick = joined.usual_ns[rows].copy()
     for name, baseline_ns in queue.baseline_ns.items():
@@ -307,7 +299,7 @@ def _unsettled(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, 
     return rows[costly], excess[costly]
 
 
-def _near_the_top(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Array]:
+def _near_the_top(joined: UsualCosts, queue: StreamOccupancy) -> tuple[Array, Array]:
     """The blocked calls of a full queue, and those a little below its plateau that waited in the same way.
 
     Where slots are freed late (in chunks, or by a scheduler that was itself held up), the operations that ended in
@@ -320,11 +312,11 @@ def _near_the_top(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Arra
 
 
 def _with_late_room(
-    joined: JoinedRecording, queue: StreamOccupancy, rows: Array, ns: Array, deepest: int
+    joined: UsualCosts, queue: StreamOccupancy, rows: Array, ns: Array, deepest: int
 ) -> tuple[Array, Array]:
     """Adds the slow calls a little below the plateau, between the first and the last that were blocked at it."""
     usual, dur = joined.usual_ns[queue.calls], joined.dur[queue.calls]
-    below = (queue.depth >= LATE_SHARE * deepest) & (dur > 5 * usual + 20_000)
+    below = is_late(queue.depth, deepest) & (dur > 5 * usual + 20_000)
     below &= (joined.memory[queue.calls] != Memory.PAGEABLE) & ~np.isin(queue.calls, rows)
     more = queue.calls[below]
     starts = ascending(joined.start[rows])
@@ -333,7 +325,7 @@ def _with_late_room(
     return np.concatenate((rows, more)), np.concatenate((ns, joined.excess_of(more)))
 
 
-def _lonely(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Array]:
+def _lonely(joined: UsualCosts, queue: StreamOccupancy) -> tuple[Array, Array]:
     """A few calls at the stream's deepest while it stood still: too few for a plateau, but its stop explains them."""
     none = np.zeros(0, dtype=np.int64)
     deepest = int(queue.depth.max(initial=0))
@@ -342,7 +334,7 @@ def _lonely(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Arr
     depth = float(joined.recording.machine.get("queue_depth") or 0)
     excess = joined.excess_of(queue.calls)
     top = queue.calls[
-        (queue.depth >= deepest - max(LEAST_BAND, round(BAND_SHARE * deepest)))
+        (queue.depth >= deepest - band(deepest))
         & (excess > STANDING_NS)
         & (joined.memory[queue.calls] != Memory.PAGEABLE)
     ]
@@ -361,7 +353,7 @@ def _lonely(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Arr
     return top[held], joined.excess_of(top[held])
 
 
-def _behind_one(joined: JoinedRecording, queue: StreamOccupancy, rows: Array) -> Array:
+def _behind_one(joined: UsualCosts, queue: StreamOccupancy, rows: Array) -> Array:
     """Mask over blocked calls: one operation of their queue ran for most of the call, which returned as it ended."""
     table = joined.recording.executions
     theirs = np.flatnonzero(among(table["stream"], queue.streams or [queue.stream]))
@@ -373,18 +365,17 @@ def _behind_one(joined: JoinedRecording, queue: StreamOccupancy, rows: Array) ->
     return mask
 
 
-def _let_go(joined: JoinedRecording, queue: StreamOccupancy, rows: Array) -> Array:
+def _let_go(joined: UsualCosts, queue: StreamOccupancy, rows: Array) -> Array:
     """Mask over blocked calls in which a queue stood still: it moved on and freed the slots that return at once.
 
     A queue may free a band of slots in one piece: no more of its operations ended in the call.
     """
     ended = np.searchsorted(queue.ends, joined.end[rows], "right") - np.searchsorted(queue.ends, joined.start[rows])
-    band = max(LEAST_BAND, round(BAND_SHARE * int(queue.depth.max(initial=0))))
-    mask: Array = (ended > 0) & (ended <= band)
+    mask: Array = (ended > 0) & (ended <= band(int(queue.depth.max(initial=0))))
     return mask
 
 
-def _regular(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Array]:
+def _regular(joined: UsualCosts, queue: StreamOccupancy) -> tuple[Array, Array]:
     """Slow calls at the top whose alignment is not at once, but is otherwise borne out.
 
     A queue whose slots are handed on by a software scheduler returns tens of microseconds after the device moved on,
@@ -399,10 +390,10 @@ def _regular(joined: JoinedRecording, queue: StreamOccupancy) -> tuple[Array, Ar
         return none, none
     excess, usual = joined.excess_of(queue.calls), joined.usual_ns[queue.calls]
     judged = joined.memory[queue.calls] != Memory.PAGEABLE
-    top = judged & (queue.depth >= deepest - max(LEAST_BAND, round(BAND_SHARE * deepest)))
+    top = judged & (queue.depth >= deepest - band(deepest))
     slow = excess > 3 * usual + 10_000
     rows = queue.calls[top & slow]
-    below = judged & (queue.depth < BELOW_SHARE * deepest)
+    below = judged & with_slot(queue.depth, deepest)
     if not len(rows):
         return none, none
     at = np.searchsorted(queue.ends, joined.end[rows], "right")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, ClassVar
 
-from kvprobe.instrument import event_log, registry
+from kvprobe.instrument import event_log, nvtx_marks, registry
 from kvprobe.instrument.hooks import CircuitBreaker, Patcher
 
 __all__ = ["Adapter", "NotNeeded", "Skip", "State", "Target", "installed_version"]
@@ -281,6 +281,7 @@ class Adapter:
 
     def decide(self, what: str, why: str, *, before: str = "", after: str = "", **evidence: Any) -> None:
         """Log a decision and write it to the event file."""
+        # The engine comes with it: a process that decides nothing does not load it.
         from kvprobe.offload.rungs import decision_text
 
         change = decision_text(what, before, after) if after else what
@@ -294,6 +295,4 @@ class Adapter:
             why=why,
             evidence=evidence,
         )
-        from kvprobe.instrument import nvtx_marks
-
         nvtx_marks.mark(f"{self.name}: {change}")

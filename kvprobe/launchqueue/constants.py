@@ -34,9 +34,11 @@ LATE_SHARE = 0.85  # of the deepest: a slow call entered there met a full queue 
 REACHED_SHARE, OVER_TIMES = 0.75, 1.25  # of the full depth: how far a reckoned depth may be off
 USUAL_DEPTHS = 900, 1_250  # that GPUs have where nothing scales them: 1,021 (H200), 1,022 (V100), 1,135 to 1,141 (H100)
 COPY_DEPTHS = 1_000, 1_026  # that copies find a queue to take: V100 to H200
+SCALED_ALREADY = 3_000  # a queue of one stream that is as deep has been scaled: 4x is the most
 SCALED_DEPTH = 4_100  # submissions that the deepest queue known holds (CUDA_SCALE_LAUNCH_QUEUES=4x)
 FLOOD_CALLS = 2_500  # submissions in a row that no queue of CUDA's own size holds: twice the deepest
 CHANNEL_SLOTS, SHARED_SLOTS = 1_000, 21  # for copies, of each channel and of all together (H200)
+MANY_STREAMS = 5  # in use at once, more than the four channels that CUDA makes by default: together they may fill one
 OWN_SHARE, EARLY_TIMES = 0.7, 1.05  # of a channel's slots that one stream fills at most; the first copies may have run
 BATCH_SLOTS = 0.041  # that one copy of a batch takes: a stream took 8,168 in batches of 8, 25,000 of 1,000 (H200)
 BAND_SHARE, LEAST_BAND = 0.015, 4  # of the deepest: a queue frees slots in chunks (1,135 to 1,141 H100, 1,012 to 1,022)
@@ -64,6 +66,9 @@ DRAINED_SHARE = 0.8  # tells nothing, and an operation must end in so many block
 IN_GRAPHS = 0.5  # of the blocked calls with a graph outstanding: more, and their depth is no count
 LEAST_DELAYS, GATHERED = 16, 0.5  # late returns; how much they gather at one delay (0 by chance, 1 for one value)
 PACE_SPREAD = 0.5  # of the time that more calls than a queue holds take: a queue takes up what a thread gains or loses
+SAME_DEPTH = 0.2  # how far the middle half of the depths at which slow calls begin may differ, of their median
+ONSET_SHARE, ONSET_FREE, ONSET_LEAST = 0.15, 0.5, 20  # how far a depth reckoned there may be off: of the full one; of
+ONSETS_FREED = 0.5  # the slots that were free before, or so many; and of the full depth, what one onset must have freed
 FILLED_SHARE = 0.5  # of the time that calls a little dearer than quick ones take: less, and the host is what is slow
 FULL_TRANSFERS = 2  # of an engine's newest: one may be slow by chance
 

@@ -20,8 +20,9 @@ from kvprobe.durations import time_text
 from kvprobe.launchqueue.baseline import Baseline
 from kvprobe.launchqueue.calibration import QueueLimits
 from kvprobe.launchqueue.call_counts import CallCounts, QueueWindow
-from kvprobe.launchqueue.constants import PAUSE_NS, ROOM_SHARE, SLACK
+from kvprobe.launchqueue.constants import PAUSE_NS
 from kvprobe.launchqueue.judge import conclude
+from kvprobe.launchqueue.levels import ceiling, half_empty
 
 
 class Slowness(str, Enum):
@@ -156,8 +157,8 @@ class Detector:
 
     @property
     def ceiling(self) -> int:
-        """Outstanding operations from which on a stream counts as full."""
-        return self.limits.depth - min(SLACK, self.limits.depth // 8)
+        """Outstanding operations from which on its calls are those at the top of a stream's queue."""
+        return ceiling(self.limits.depth)
 
     def observe(self, seen: SubmissionRun) -> Slowness:
         """Judges one run; `reason` says why in words that a report can print.
@@ -166,13 +167,13 @@ class Detector:
             SATURATION at most once per onset; NONE where nothing was slow.
         """
         state = self._streams.setdefault(seen.stream, _Stream())
-        full = seen.outstanding >= self.ceiling or self._keeps_pace(state, seen)
-        if not full:
+        at_top = seen.outstanding >= self.ceiling or self._keeps_pace(state, seen)
+        if not at_top:
             self._baseline.learn(seen.fast, seen.fast_ns)
-        if seen.outstanding + seen.submitted < ROOM_SHARE * self.limits.depth:
+        if half_empty(seen.outstanding + seen.submitted, self.limits.depth):
             state.with_room.add(*_kept(seen))
             state.window = None
-        elif full and state.window is not None:
+        elif at_top and state.window is not None:
             window = state.window
             window.span_ns += seen.end_ns - seen.start_ns - seen.preempted_ns
             window.whole_ns += seen.end_ns - seen.start_ns
@@ -185,7 +186,7 @@ class Detector:
         lost = max(seen.blocked_ns - int(seen.blocked * self._baseline.ns), 0)
         if seen.pageable:
             return self._blame(Slowness.PAGEABLE, lost, "the host memory is pageable, so each copy is staged")
-        return self._at_ceiling(state, seen, lost) if full else self._beneath(seen, lost)
+        return self._at_ceiling(state, seen, lost) if at_top else self._beneath(seen, lost)
 
     def _keeps_pace(self, state: _Stream, seen: SubmissionRun) -> bool:
         """Whether the count stands still above half of the depth while as much completes as is submitted.
@@ -193,7 +194,7 @@ class Detector:
         A queue that has free slots and is filled rises; one that has some and is emptied falls to none. It is followed
         over an eighth of the depth, for a count is known between runs only.
         """
-        if seen.outstanding < ROOM_SHARE * self.limits.depth:
+        if half_empty(seen.outstanding, self.limits.depth):
             state.level, state.standing = -1, False
             return False
         if state.level < 0:

@@ -8,23 +8,70 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 __all__ = [
+    "Deepest",
     "DepthStep",
     "Evidence",
     "Flood",
     "HeldAt",
     "InBurst",
+    "Incomplete",
     "Labels",
     "LiveSums",
     "LiveWindow",
+    "Made",
+    "MetDepths",
     "NumberedLaunches",
     "OtherSlowCalls",
     "OverStreams",
+    "Paced",
     "Pinned",
     "Plateau",
     "Regular",
+    "SharedChannel",
     "StoodStill",
+    "Together",
     "Transfers",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """All that was ever submitted, whatever became of it.
+
+    Attributes:
+        submissions: calls that take a slot.
+        depth: what a queue takes as calibrated; 0 unknown.
+    """
+
+    submissions: int
+    depth: float = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Incomplete:
+    """What a recording lacks, whatever its queues show: `lacks` is a sentence for each part, none where it is whole."""
+
+    lacks: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Deepest:
+    """Where the device was recorded: the most that each stream had outstanding, and nothing else."""
+
+    each: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Where the device was recorded: slow copies whose own stream had slots, of streams that may share a channel.
+
+    Attributes:
+        calls: entered while the copies of their direction together held what a channel takes.
+        deepest: the most that these were.
+    """
+
+    calls: int
+    deepest: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +162,22 @@ class StoodStill:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedChannel:
+    """Where the device was recorded: calls that blocked while streams together held what fills a queue.
+
+    Attributes:
+        known: the recorder says that they share a channel.
+        calls, streams: the blocked calls, and how many streams they went to.
+        roomy: those of them whose own stream had slots.
+    """
+
+    known: bool
+    calls: int
+    streams: int
+    roomy: int
+
+
+@dataclass(frozen=True, slots=True)
 class DepthStep:
     """From the host alone: calls at one depth against those with a slot.
 
@@ -137,6 +200,39 @@ class DepthStep:
     lost_ns: int
     shallowest: int
     how: str
+
+
+@dataclass(frozen=True, slots=True)
+class MetDepths:
+    """From the host alone: depths, reckoned at the calls' own pace, at which slow calls began after a queue was empty.
+
+    Attributes:
+        low, middle, high: of these, the quartiles.
+        times: how often.
+        least: the depth that is believed, where all else fits.
+        usual: least and most that GPUs have.
+    """
+
+    low: float
+    middle: float
+    high: float
+    times: int
+    least: float
+    usual: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Paced:
+    """From the host alone: where slow calls begin in a queue that is followed at the calls' own pace.
+
+    Attributes:
+        depth: that a full queue is taken to have.
+        onsets: of each place what was outstanding by that pace, the most slots that had been free before, and how many
+            slow calls follow.
+    """
+
+    depth: int
+    onsets: tuple[tuple[float, float, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +352,8 @@ class NumberedLaunches:
         early_ns: what slow ones before it took more.
         slow_span: numbers from the first of the slow ones to the last.
         first: the number of the first.
-        capacity: launches that the queue held there; 0: that is no depth of a queue.
+        capacity: launches that the queue held there; 0: that cannot be reckoned.
+        usual: least and most that queues hold.
     """
 
     slow: int
@@ -265,6 +362,7 @@ class NumberedLaunches:
     slow_span: int
     first: int
     capacity: int
+    usual: tuple[float, float] = (1, float("inf"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,11 +461,18 @@ class Transfers:
 
 
 Evidence = (
-    Labels
+    Made
+    | Incomplete
+    | Deepest
+    | Together
+    | Labels
     | Plateau
     | Regular
     | StoodStill
+    | SharedChannel
     | DepthStep
+    | MetDepths
+    | Paced
     | Pinned
     | HeldAt
     | InBurst

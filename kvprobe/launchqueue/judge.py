@@ -80,6 +80,35 @@ def _share(part: float, whole: float) -> float:
 
 _HOST_ONLY = "no device activity was recorded"
 
+# ---- by counts alone -------------------------------------------------------------------------------------------------
+
+
+def _made(e: seen.Made) -> QueueConclusion:
+    few = e.submissions < min(c.REAL_DEPTH, c.FULL_SHARE * (e.depth or c.REAL_DEPTH))
+    return _said(False, f"{e.submissions:,} submissions were made", "not full" if few else "cannot tell")
+
+
+def _incomplete(e: seen.Incomplete) -> QueueConclusion:
+    return _said(False, e.lacks[0] if e.lacks else "all of it was read", "cannot tell" if e.lacks else "not full")
+
+
+def _deepest(e: seen.Deepest) -> QueueConclusion:
+    """Many streams may share a channel, and fill it together while each of them is far from full."""
+    shallow = max(e.each, default=0) < c.REAL_DEPTH
+    few = len(e.each) < c.MANY_STREAMS or sum(e.each) < c.LEAST_DEPTH
+    what = f"no stream had more than {max(e.each, default=0):,} submissions outstanding"
+    return _said(False, what, "not full" if shallow and few else "cannot tell")
+
+
+def _together(e: seen.Together) -> QueueConclusion:
+    """Whose channel was full only the recorder can say: it is never concluded from this alone."""
+    because = (
+        "the recording does not say which streams share a channel: each stream had free slots, but together they held "
+        "as many submissions as one channel takes"
+    )
+    return _said(False, because, "cannot tell" if e.calls else "not full")
+
+
 # ---- where the device was recorded -----------------------------------------------------------------------------------
 
 
@@ -152,6 +181,12 @@ def _stood_still(e: seen.StoodStill) -> QueueConclusion:
     return _said(deep and (e.fences > 0 or (e.delays > 0 and e.deepest >= c.USUAL_DEPTHS[0])), what)
 
 
+def _shared_channel(e: seen.SharedChannel) -> QueueConclusion:
+    """Of a channel that is known one stream alone may find what others put in; else several must, most with slots."""
+    what = f"{e.calls:,} calls to {e.streams:,} streams blocked, {e.roomy:,} of them with slots on their own stream"
+    return _said(e.calls > 0 and (e.known or (e.streams > 1 and 2 * e.roomy >= e.calls)), what)
+
+
 # ---- from the host alone ---------------------------------------------------------------------------------------------
 
 
@@ -164,6 +199,28 @@ def _step(e: seen.DepthStep) -> QueueConclusion:
         f"{e.slow:,} calls with {e.shallowest:,} or more submissions outstanding took {time_text(e.lost_ns)} longer "
         f"than usual; {share:.0%} of the calls that meet that many are slow, and {below} "
         f"of those that meet fewer ({e.how})",
+    )
+
+
+def _met(e: seen.MetDepths) -> QueueConclusion:
+    same = e.times > 1 and e.high - e.low <= c.SAME_DEPTH * e.middle
+    usual = e.usual[0] <= e.middle <= e.usual[1]
+    what = f"slow calls began {e.times:,} times, with {e.middle:,.0f} outstanding"
+    return _said(e.times > 0 and e.middle >= e.least and (same or usual), what)
+
+
+def _paced(e: seen.Paced) -> QueueConclusion:
+    """Slow calls must begin when the queue should be full, by that pace; in one case at least half of it was filled."""
+    told = [one for one in e.onsets if one[1] > 0]
+    fits = [
+        (free, calls)
+        for depth, free, calls in told
+        if abs(e.depth - depth) <= min(c.ONSET_SHARE * e.depth, max(c.ONSET_LEAST, c.ONSET_FREE * free))
+    ]
+    most = 3 * sum(calls for _, calls in fits) >= 2 * sum(calls for _, _, calls in told)
+    freed = any(free >= c.ONSETS_FREED * e.depth for free, _ in fits)
+    return _said(
+        most and freed, f"{len(fits):,} of {len(told):,} times slow calls began when {e.depth:,} were outstanding"
     )
 
 
@@ -235,7 +292,7 @@ def _numbered(e: seen.NumberedLaunches) -> QueueConclusion:
     few = e.slow < c.LEAST_BLOCKED or e.slow < c.CHUNK_SHARE * e.slow_span
     if few or e.lost_ns <= 4 * e.early_ns:
         return QueueConclusion("not full", what)
-    if not e.capacity:
+    if not e.usual[0] <= e.capacity <= e.usual[1]:
         return QueueConclusion("cannot tell", f"{what}, which is no depth of a queue ({_HOST_ONLY})")
     return QueueConclusion(
         "full",
@@ -306,11 +363,18 @@ def _transfers(e: seen.Transfers) -> QueueConclusion:
 
 
 _RULES: dict[type, Callable[[Any], QueueConclusion]] = {
+    seen.Made: _made,
+    seen.Incomplete: _incomplete,
+    seen.Deepest: _deepest,
+    seen.Together: _together,
     seen.Labels: _labels,
     seen.Plateau: _plateau,
     seen.Regular: _regular,
     seen.StoodStill: _stood_still,
+    seen.SharedChannel: _shared_channel,
     seen.DepthStep: _step,
+    seen.MetDepths: _met,
+    seen.Paced: _paced,
     seen.Pinned: _pinned,
     seen.HeldAt: _held_at,
     seen.InBurst: _in_burst,

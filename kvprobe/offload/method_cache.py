@@ -13,7 +13,7 @@ from kvprobe.cuda import Runtime
 from kvprobe.cuda.copies import METHOD_NAMES
 from kvprobe.environment import caches
 from kvprobe.errors import KvprobeError
-from kvprobe.native.library import CHOOSE_SIZES, MethodTable
+from kvprobe.native.library import CHOOSE_SIZES, Copier, MethodTable, core
 from kvprobe.runfolder import files
 
 __all__ = ["FORMAT", "cached", "identity", "keep", "store", "table_of"]
@@ -55,7 +55,8 @@ def table_of(result: dict[str, Any]) -> MethodTable:
         KvprobeError: it is none.
     """
     table = MethodTable()
-    table.measured, table.max_slowdown, table.near = 1, 0.03, 1.03
+    core().kvp_method_table_default(ct.byref(table), ct.byref(Copier()))  # its figures; the rows are the measured ones
+    table.measured, table.rows[:] = 1, (0, 0)
     try:
         if result["format"] != FORMAT:
             raise ValueError(result["format"])

@@ -8,7 +8,7 @@ from typing import TypedDict
 from kvprobe.errors import UsageError
 from kvprobe.launchqueue import QueueLimits
 from kvprobe.native.library import DETAIL
-from kvprobe.offload.methods import METHOD_NAMES
+from kvprobe.offload.methods import DEFAULT_MAX_SLOWDOWN, METHOD_NAMES
 
 __all__ = ["POLICIES", "WIRES", "EngineKeywords", "EngineOptions"]
 
@@ -73,7 +73,7 @@ class EngineOptions:
     limits: QueueLimits | None = None
     link_bytes_per_s: float = 0.0
     max_bytes_per_s: float = 0.0
-    max_slowdown: float = 0.03
+    max_slowdown: float = DEFAULT_MAX_SLOWDOWN
     stuck_after_s: float = 120.0
     records: int = 0
 

@@ -19,12 +19,12 @@ from kvprobe.launchqueue.constants import (
     FILLED_SHARE,
     OVER_TIMES,
     REAL_DEPTH,
-    ROOM_SHARE,
     SLOW_AT_LEAST_NS,
     SLOW_TIMES,
 )
 from kvprobe.launchqueue.evidence import Flood
 from kvprobe.launchqueue.judge import conclude
+from kvprobe.launchqueue.levels import half_empty
 from kvprobe.recordings.assemble import quantile
 from kvprobe.recordings.buckets import bucket_floor_ns
 from kvprobe.recordings.intervals import distinct
@@ -168,7 +168,7 @@ def _stretches(given: QueueCalls, held: int, flood: int) -> _Stretches:
     place = count - first
     counts = given.judged & (count >= whole)
     top = counts & (length >= flood) & (place > OVER_TIMES * held)
-    free = counts & given.emptied[first] & (place < ROOM_SHARE * held) & (place > 0)
+    free = counts & given.emptied[first] & half_empty(place, held) & (place > 0)
     paused = np.flatnonzero(top & (start - returned > 16 * pace))
     return _Stretches(pace, returned, first, place, length, top, free, paused)
 

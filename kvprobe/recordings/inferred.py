@@ -16,18 +16,15 @@ import numpy as np
 
 from kvprobe.durations import time_text
 from kvprobe.launchqueue.constants import (
-    BELOW_SHARE,
     COPY_DEPTHS,
     ELSEWHERE_TIMES,
     FENCE_NS,
     FLOOD_CALLS,
-    FULL_SHARE,
     LEAST_BLOCKED,
     LEAST_SEEN,
     OVER_TIMES,
     REACHED_SHARE,
     REAL_DEPTH,
-    ROOM_SHARE,
     SCALED_DEPTH,
     USUAL_DEPTHS,
 )
@@ -35,12 +32,15 @@ from kvprobe.launchqueue.evidence import (
     DepthStep,
     HeldAt,
     InBurst,
+    MetDepths,
     NumberedLaunches,
     OtherSlowCalls,
+    Paced,
     Pinned,
     StoodStill,
 )
 from kvprobe.launchqueue.judge import conclude
+from kvprobe.launchqueue.levels import at_top, half_empty, takes, with_slot
 from kvprobe.recordings.assemble import among, quantile
 from kvprobe.recordings.buckets import bucket_floor_ns
 from kvprobe.recordings.flooded import QueueCalls, flooded
@@ -120,7 +120,7 @@ def infer(recording: Recording, queue: StreamOccupancy) -> None:
     numbered = partial(recording, queue)
     if marked is not None:  # a thread's launches since it last waited say less than a count
         least = _counted(recording, 1.0) or _depths(recording).usual[0]
-        numbered &= ~(marked.known & (marked.own < ROOM_SHARE * least))
+        numbered &= ~(marked.known & (half_empty(marked.own, least)))
     if numbered.any():
         base = np.array([queue.baseline_ns.get(int(name), 0) for name in recording.calls["name"][queue.calls]])
         _launches(recording, queue, numbered, base)
@@ -144,7 +144,7 @@ def _at_waits(recording: Recording, queue: StreamOccupancy, marked: MarkedDepth)
     concluded = conclude(StoodStill(int(depth[held].max(initial=0)), float(known), fences=int(held.sum())))
     if concluded.full:
         after = np.append(spans["start_ns"][waits], _NEVER)[at + 1] > given.start  # and the stream stands at no wait
-        as_deep = marked.known & (depth >= FULL_SHARE * int(depth[held].min()))
+        as_deep = marked.known & at_top(depth, int(depth[held].min()))
         drains = np.maximum.accumulate(held) & after & as_deep
         blocked = held | (given.judged & given.slow & drains)
         queue.after, queue.depth = 0, depth
@@ -180,7 +180,7 @@ def _infer(recording: Recording, queue: StreamOccupancy, marked: MarkedDepth | N
         source = _INFERRED.format(source)
     queue.after = 0  # of none is it known when it was executed
     queue.depth = np.minimum(depth, full or np.iinfo(np.int32).max).astype(np.int32)
-    top, below = judged & (depth >= FULL_SHARE * full), judged & (depth < BELOW_SHARE * full)
+    top, below = judged & at_top(depth, full), judged & with_slot(depth, full)
     blocked = top & slow
     lost = np.where(blocked, duration - given.base, 0).astype(np.int64)
     concluded = conclude(
@@ -224,7 +224,7 @@ def _by_marks(
 ) -> bool:
     """Whether the count gathers where the queue is full; then that is concluded. `each`: slots of what is counted."""
     known, depths = _counted(recording, each), _depths(recording, each)
-    held_by = (0.98 * known, 1.005 * known + 2) if known else depths.exactly
+    held_by = takes(known) if known else depths.exactly
     until_next = np.diff(given.start, append=given.end[-1:])
     found = pinned(marked, given.duration, until_next, given.judged, held_by)
     if found is None:
@@ -289,7 +289,7 @@ def _count(
     if marked is None or 10 * int((asked & marked.known).sum()) < 9 * int(asked.sum()):
         return None
     least = known or int(depths.usual[0])
-    never = marked.everywhere < FULL_SHARE * least  # whatever streams share a queue
+    never = not at_top(marked.everywhere, least)  # whatever streams share a queue
     return _CountedDepths(
         marked.own, marked.known, "counted by timing events in the stream", least if never else 0, never
     )
@@ -321,7 +321,7 @@ def _by_bursts(recording: Recording, queue: StreamOccupancy, given: QueueCalls, 
     if long.any():
         begun, locked = given.emptied | told_to_wait(recording, queue), held_lock(recording, rows, long, given.slow)
         long &= ~first_of_threads(recording, rows)
-        held_by = (0.98 * known, 1.005 * known + 2) if known else depths.exactly
+        held_by = takes(known) if known else depths.exactly
         queues = f"the queue takes {known:,}" if known else f"queues take about {round(depths.about, -1):,}"
         slow = given.slow & given.judged
         held, place, first = _behind_fences(given.start, given.end, long, slow, begun, locked, held_by)
@@ -347,7 +347,7 @@ def _launches(recording: Recording, queue: StreamOccupancy, numbered: Array, bas
     long = lost > 3 * base[at]
     each = slots_each(recording, queue)
     known, depths = _counted(recording, each), _depths(recording, each)
-    low = 0.98 * known if known else depths.usual[0]
+    low = takes(known)[0] if known else depths.usual[0]
     top, early = long & (place >= low), long & (place < low)
     held = known or (_held(calls, rows[at], place, top, depths) if top.any() else 0)
     concluded = conclude(
@@ -358,6 +358,7 @@ def _launches(recording: Recording, queue: StreamOccupancy, numbered: Array, bas
             int(place[top].max(initial=0)) - int(place[top].min(initial=0)) + 1,
             int(place[top].min(initial=np.iinfo(np.int64).max)),
             held,
+            *((depths.usual,) if not known else ()),
         )
     )
     if concluded.state == "not full":
@@ -387,7 +388,7 @@ def _unexplained(recording: Recording, queue: StreamOccupancy, rows: Array, lost
 
 
 def _held(calls: Table, rows: Array, place: Array, top: Array, depths: _Depths) -> int:
-    """How many launches the queue held when the first of the long ones met it; 0 where that is no depth of a queue.
+    """How many launches the queue held when the first of the long ones met it; 0 where that cannot be reckoned.
 
     The device runs launches while others are made: as many as it takes slots free afterwards, one for each launch that
     waits. Their number is reckoned from the earliest launch that was kept.
@@ -406,8 +407,9 @@ def _held(calls: Table, rows: Array, place: Array, top: Array, depths: _Depths) 
     earlier = np.flatnonzero(place[:first] < place[first])
     if not len(earlier) or pace <= 0:
         return 0
-    held = round(place[first] - float(calls["start_ns"][rows[first]] - calls["start_ns"][rows[earlier[0]]]) / pace)
-    return held if depths.usual[0] <= held <= depths.usual[1] else 0
+    return round(
+        float(place[first]) - float(calls["start_ns"][rows[first]] - calls["start_ns"][rows[earlier[0]]]) / pace
+    )
 
 
 def without_cpu(recording: Recording, rows: Array, excess: Array) -> int:
@@ -631,14 +633,11 @@ def _by_pace(
     if not known:
         met = [onset.depth for onset in _follow(start, end, runs, emptied, pace, np.inf)[1] if onset.filled]
         low, middle, high = np.percentile(met, (25, 50, 75)) if met else (0.0, 0.0, 0.0)
-        same = len(met) > 1 and high - low <= 0.2 * middle
-        fits = depths.usual[0] <= middle <= depths.usual[1]
-        full = int(middle) if middle >= depths.least and (same or fits) else 0
+        believed = conclude(MetDepths(low, middle, high, len(met), depths.least, depths.usual)).full
+        full = int(middle) if believed else 0
     depth, onsets = _follow(start, end, runs, emptied, pace, full or np.inf)
-    told = [onset for onset in onsets if onset.free > 0]
-    fit = [onset for onset in told if abs(full - onset.depth) <= min(0.15 * full, max(20, 0.5 * onset.free))]
-    most = 3 * sum(onset.calls for onset in fit) >= 2 * sum(onset.calls for onset in told)
-    return depth, full if most and any(onset.free >= 0.5 * full for onset in fit) else 0, source
+    confirmed = conclude(Paced(full, tuple((one.depth, one.free, one.calls) for one in onsets))).full
+    return depth, full if confirmed else 0, source
 
 
 def _runs(duration: Array, slow: Array, breaks: Array) -> list[tuple[int, int]]:

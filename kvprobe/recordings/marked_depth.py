@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kvprobe.launchqueue.constants import BAND_SHARE, BELOW_SHARE
+from kvprobe.launchqueue.constants import BAND_SHARE
 from kvprobe.launchqueue.evidence import HeldAt, Pinned
+from kvprobe.launchqueue.levels import with_slot
 from kvprobe.recordings.assemble import quantile
 from kvprobe.recordings.model import SUBMITTING, Array, Recording, Table
 
@@ -90,7 +91,7 @@ def pinned(
     most = begin + width - 1
     within = np.cumsum(often[begin : most + 1])
     least = begin + int(np.searchsorted(within, FRINGE * within[-1], "right"))
-    slot = counts < BELOW_SHARE * depths[0]
+    slot = with_slot(counts, depths[0])
     elsewhere = bands[: max(0, begin - 2 * width)]
     top, below = known & (counts >= least), duration[known & slot]
     usual = quantile(below, 0.5) if len(below) else quantile(duration[top], 0.25)

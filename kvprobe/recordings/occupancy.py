@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 
-from kvprobe.launchqueue.constants import ALIGNED_NS, BAND_SHARE, LEAST_BAND, LEAST_DEPTH, SHALLOW_SHARE
+from kvprobe.launchqueue.constants import ALIGNED_NS, LEAST_DEPTH
 from kvprobe.launchqueue.evidence import Labels, Plateau
 from kvprobe.launchqueue.judge import NOT_ASKED, STATES, conclude, overall
+from kvprobe.launchqueue.levels import band, is_shallow
 from kvprobe.recordings.assemble import among, correlation_keys, pairs, quantiles, rows_of
 from kvprobe.recordings.inferred import infer
 from kvprobe.recordings.intervals import distinct
@@ -411,7 +412,7 @@ def _infer(recording: Recording, queue: StreamOccupancy, duration: Array) -> Non
     deepest = int(depth.max())
     # A pageable copy waits for its staging and a graph launch for its own nodes: neither says anything of the queue.
     judged = (calls["memory"][rows] != Memory.PAGEABLE) & (calls["kind"][rows] != CallKind.GRAPH)
-    shallow = judged & (depth < SHALLOW_SHARE * deepest) if deepest >= LEAST_DEPTH else judged
+    shallow = judged & is_shallow(depth, deepest) if deepest >= LEAST_DEPTH else judged
     floor: dict[int, float] = {}
     for name in distinct(names).tolist():
         mine = names == name
@@ -429,8 +430,7 @@ def _infer(recording: Recording, queue: StreamOccupancy, duration: Array) -> Non
         queue.conclusion = conclude(Plateau(deepest))
         return
     # The plateau is a band, for a queue may free slots in chunks: 1,135 to 1,141 on one H100, 1,012 to 1,022 on a V100.
-    band = max(LEAST_BAND, round(BAND_SHARE * deepest))
-    at_top = judged & (depth >= deepest - band)
+    at_top = judged & (depth >= deepest - band(deepest))
     slow, lost = np.zeros(len(rows), dtype=bool), np.zeros(len(rows), dtype=np.int64)
     for name in distinct(names[at_top]).tolist():
         mine, usual = names == name, queue.baseline_ns[name]

@@ -11,8 +11,7 @@ import os
 from pathlib import Path
 
 from kvprobe.errors import RecordingError
-from kvprobe.launchqueue.constants import LEAST_DEPTH, REAL_DEPTH
-from kvprobe.launchqueue.evidence import Plateau
+from kvprobe.launchqueue.evidence import Deepest, Plateau
 from kvprobe.launchqueue.judge import QueueConclusion, conclude, overall
 from kvprobe.recordings import sniff
 from kvprobe.recordings.trace_text import TraceText, read_ahead, text_chunks
@@ -27,7 +26,6 @@ __all__ = ["WORDS", "QueueTriage", "Triage", "certain", "quick_triage", "quick_t
 
 WORDS = {"full": "found", "cannot tell": "undecided", "not full": "healthy"}  # a conclusion as a reader is told it
 _ENOUGH = 64  # submissions: half of them may be start-up
-_MANY = 5  # streams that may fill a channel together, each of them far from full
 
 
 class QueueTriage:
@@ -92,10 +90,9 @@ class Triage:
 
 def certain(one: Triage) -> bool:
     """Whether a native answer needs no other: enough was submitted, and no queue was anywhere near full."""
-    deep = [queue.deepest for queue in one.queues]
     if one.verdict != "healthy" or sum(queue.calls for queue in one.queues) < _ENOUGH:
         return False
-    return max(deep, default=0) < REAL_DEPTH and (len(deep) < _MANY or sum(deep) < LEAST_DEPTH)
+    return conclude(Deepest(tuple(queue.deepest for queue in one.queues))).state == "not full"
 
 
 def quick_triage(path: str | os.PathLike[str], *, on_a_thread: bool = True) -> Triage | None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from kvprobe.launchqueue.evidence import Incomplete
+from kvprobe.launchqueue.judge import conclude
 from kvprobe.recordings.buckets import BUCKETS, bucket
 from kvprobe.recordings.model import Array, CallKind, Direction, Engine, Memory, Recording
 from kvprobe.recordings.occupancy import Occupancy, occupancy
@@ -73,7 +75,7 @@ class _Reduction:
             rank = Rank(
                 max(span, 0),
                 lost_records=recording.lost.get(row, 0),
-                verdict="cannot tell" if recording.incomplete else "healthy",
+                verdict=IN_FILES[conclude(Incomplete(tuple(recording.incomplete))).state],
                 recordings=1,
                 collectives=self._collectives(row),
             )

@@ -9,21 +9,28 @@ import pytest
 
 from kvprobe.launchqueue import constants as c
 from kvprobe.launchqueue.evidence import (
+    Deepest,
     DepthStep,
     Evidence,
     Flood,
     HeldAt,
     InBurst,
+    Incomplete,
     Labels,
     LiveSums,
     LiveWindow,
+    Made,
+    MetDepths,
     NumberedLaunches,
     OtherSlowCalls,
     OverStreams,
+    Paced,
     Pinned,
     Plateau,
     Regular,
+    SharedChannel,
     StoodStill,
+    Together,
     Transfers,
 )
 from kvprobe.launchqueue.judge import QueueConclusion, conclude, many, overall
@@ -35,6 +42,9 @@ CHANCE = replace(PLATEAU, chance=c.TELLING_CHANCE, drained=c.DRAINED_SHARE, at_p
 REGULAR = Regular(1_000, 1_000, 200, 1, slow=40, top=80, slow_below=0.01, delays=0, gathered=0.0)
 DELAYED = replace(REGULAR, depth=0, slow=40, top=80, delays=c.LEAST_DELAYS, gathered=0.6)
 STOOD = StoodStill(1_000, 1_000, fences=1, delays=0)
+CHANNEL = SharedChannel(known=False, calls=40, streams=2, roomy=20)
+MET = MetDepths(950.0, 1_000.0, 1_050.0, times=2, least=200.0, usual=(900.0, 1_250.0))
+PACED = Paced(1_000, ((1_000.0, 500.0, 20), (300.0, 500.0, 10)))
 STEP = DepthStep(1_000, 40, 80, slow_below=1, below=100, passed=10, lost_ns=5_000_000, shallowest=990, how="counted")
 PINNED = Pinned(1_009, 1_023, 1_800, 289, 1_900, 1.2, 0.5, (1_000, 1_026), slow=1_700, lost_ns=5_000_000)
 HELD = HeldAt(2, 60_000_000, 1_019, 1_021, elsewhere=1, elsewhere_ns=60_000_000)
@@ -79,6 +89,23 @@ LIKELY = {"top_calls": 80.0, "top_slow": 8.0}
 DEARER = {"top_calls": 512.0, "top_slow": 8.0, "top_mean_ns": 1_500.0}
 
 TURNS: list[tuple[Evidence, dict[str, Any], str]] = [
+    # counts alone
+    (Made(179), {}, NO),
+    (Made(180), {}, MAYBE),
+    (Made(199, 1_000), {}, NO),
+    (Made(200, 1_000), {}, MAYBE),
+    (Made(90, 100), {}, MAYBE),
+    (Made(89, 100), {}, NO),
+    (Incomplete(()), {}, NO),
+    (Incomplete(("it was cut off",)), {}, MAYBE),
+    (Deepest(()), {}, NO),
+    (Deepest((199,)), {}, NO),
+    (Deepest((200,)), {}, MAYBE),
+    (Deepest((199, 199, 199, 199)), {}, NO),
+    (Deepest((3, 3, 3, 3, 3)), {}, NO),
+    (Deepest((4, 3, 3, 3, 3)), {}, MAYBE),
+    (Together(0, 0), {}, NO),
+    (Together(1, 1_000), {}, MAYBE),
     (Labels(0, 5, 5, False), {}, NO),
     (Labels(1, 5, 5, False), {}, FULL),
     # the plateau of a recorded device
@@ -140,6 +167,13 @@ TURNS: list[tuple[Evidence, dict[str, Any], str]] = [
     (STOOD, {"depth": 500, "deepest": 900, "fences": 0, "delays": 1}, FULL),
     (STOOD, {"depth": 0, "deepest": 200}, FULL),
     (STOOD, {"depth": 0, "deepest": 199}, NO),
+    # streams that may share a channel
+    (CHANNEL, {}, FULL),
+    (CHANNEL, {"roomy": 19}, NO),
+    (CHANNEL, {"streams": 1}, NO),
+    (CHANNEL, {"known": True, "streams": 1, "roomy": 0}, FULL),
+    (CHANNEL, {"known": True, "calls": 0, "roomy": 0}, NO),
+    (CHANNEL, {"calls": 0, "roomy": 0}, NO),
     # a step at one depth
     (STEP, {}, FULL),
     (STEP, {"depth": 16}, FULL),
@@ -154,6 +188,31 @@ TURNS: list[tuple[Evidence, dict[str, Any], str]] = [
     (STEP, {"slow": 5, "top": 10, "passed": 1}, FULL),
     (STEP, {"slow": 4, "top": 8, "passed": 0}, NO),
     (STEP, {"top": 0}, NO),
+    # a depth that is reckoned at the calls' own pace
+    (MET, {}, FULL),
+    (MET, {"times": 0, "middle": 0.0}, NO),
+    (MET, {"times": 1}, FULL),
+    (MET, {"low": 800.0}, FULL),
+    (MET, {"low": 300.0, "middle": 400.0, "high": 380.0}, FULL),
+    (MET, {"low": 300.0, "middle": 400.0, "high": 381.0}, NO),
+    (MET, {"low": 400.0, "middle": 400.0, "high": 400.0, "times": 1}, NO),
+    (MET, {"low": 200.0, "middle": 200.0, "high": 200.0}, FULL),
+    (MET, {"low": 199.0, "middle": 199.0, "high": 199.0}, NO),
+    (MET, {"middle": 900.0, "times": 1}, FULL),
+    (MET, {"middle": 899.0, "times": 1}, NO),
+    (MET, {"middle": 1_250.0, "times": 1}, FULL),
+    (MET, {"middle": 1_251.0, "times": 1}, NO),
+    (PACED, {}, FULL),
+    (PACED, {"onsets": ((1_000.0, 500.0, 19), (300.0, 500.0, 10))}, NO),
+    (PACED, {"onsets": ((1_000.0, 499.0, 20),)}, NO),
+    (PACED, {"onsets": ((850.0, 500.0, 20),)}, FULL),
+    (PACED, {"onsets": ((849.0, 500.0, 20),)}, NO),
+    (PACED, {"onsets": ((980.0, 30.0, 20), (1_000.0, 500.0, 1))}, FULL),
+    (PACED, {"onsets": ((979.0, 30.0, 20), (1_000.0, 500.0, 1))}, NO),
+    (PACED, {"onsets": ((950.0, 100.0, 20), (1_000.0, 500.0, 1))}, FULL),
+    (PACED, {"onsets": ((949.0, 100.0, 20), (1_000.0, 500.0, 1))}, NO),
+    (PACED, {"onsets": ((1_000.0, 0.0, 20),)}, NO),  # how many slots were free is not known
+    (PACED, {"onsets": ()}, NO),
     # a count that gathers at the depth
     (PINNED, {}, FULL),
     (PINNED, {"calls": 1_445}, FULL),
@@ -214,6 +273,9 @@ TURNS: list[tuple[Evidence, dict[str, Any], str]] = [
     (NUMBERED, {"slow": 6, "slow_span": 201}, NO),
     (NUMBERED, {"lost_ns": 8_000_000}, NO),
     (NUMBERED, {"capacity": 0}, MAYBE),
+    (NUMBERED, {"capacity": 900, "usual": (900.0, 1_250.0)}, FULL),
+    (NUMBERED, {"capacity": 899, "usual": (900.0, 1_250.0)}, MAYBE),
+    (NUMBERED, {"capacity": 1_251, "usual": (900.0, 1_250.0)}, MAYBE),
     # what is slow for no reason that is seen
     (REST, {}, MAYBE),
     (REST, {"slow_ns": 1_000_000}, NO),

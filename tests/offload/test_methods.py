@@ -14,7 +14,8 @@ from kvprobe.cuda import Runtime, kernels
 from kvprobe.cuda.copies import DIRECTIONS, METHOD_NAMES, PinnedList, columns, submit_copies
 from kvprobe.cuda.memory import Buffer
 from kvprobe.errors import CudaError, UsageError
-from kvprobe.native.library import MethodTable, core
+from kvprobe.native.library import Copier, MethodTable, core
+from kvprobe.offload import method_cache
 from kvprobe.offload.methods import SIZES, Methods, choose, copier_for, default_table, method_table
 
 POOL = 1 << 20
@@ -342,3 +343,11 @@ def test_a_forced_method_is_the_only_one(place: Place) -> None:
     with pytest.raises(UsageError, match="unknown method"):
         method_table(place.methods, "dma")
     assert isinstance(place.methods, Methods)
+
+
+def test_measured_rows_are_chosen_by_the_figures_of_the_default_table() -> None:
+    table = method_cache.table_of({"format": method_cache.FORMAT, "paced_store_bytes_per_s": 0, "rows": []})
+    default = MethodTable()
+    core().kvp_method_table_default(ct.byref(default), ct.byref(Copier()))
+    assert (table.near, table.max_slowdown) == (default.near, default.max_slowdown)
+    assert list(table.rows) == [0, 0] and table.near > 1

