@@ -32,7 +32,7 @@ import numpy as np
 
 from kvprobe.account.activity import Activity
 from kvprobe.account.lines import COPIES, Line, Unknown
-from kvprobe.account.steady import may_differ
+from kvprobe.account.steady import COVERED, may_differ
 from kvprobe.account.stretches import NOBODY, How, Stretches
 from kvprobe.account.threads import KEPT_NS, Threads
 from kvprobe.recordings.intervals import Cover, distinct
@@ -49,7 +49,7 @@ LONGEST_NS = 20_000_000  # a longer stretch is cut into pieces: what is far from
 SHORTEST_NS = 1_000_000
 OF_ALL = 0.05  # weight of all pieces beside those around a pause: for kinds of calls that these do not hold
 SLOWEST = 0.5  # where marks slow a thread more, what is seen is another program
-DRAWS, COVERED = 400, 0.95
+DRAWS = 400
 TINY = 1e-12
 LINES = len(Line)
 DEVICE = np.array([Line.COMPUTING, *COPIES])

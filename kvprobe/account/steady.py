@@ -13,13 +13,13 @@ import numpy as np
 from kvprobe.account.lines import Line
 from kvprobe.recordings.model import Array
 
-__all__ = ["may_differ"]
+__all__ = ["COVERED", "may_differ"]
 
 WAITS = 8  # in a part, at the median: of fewer, what one wait more or less does is not small
 PARTS = (64, 4096)  # at least, and at most
 ALIKE = 0.1  # of a part's time, in any line of the thread
 AS_OFTEN = 4 / 3  # waits in a part, beside the median
-COVERED = 0.95
+COVERED = 0.95  # of all cases: what an error holds for
 
 
 def may_differ(edges: Array, line: Array, gaps: list[tuple[int, int]]) -> float:

@@ -10,6 +10,13 @@ the same function at least eight times later on.) If the call waited for another
 is `context_lock_stall`. If a thread makes the call and then waits for a request, nobody waited for the call: the report
 adds its time to that wait.
 
+Other threads may make these calls while the thread that launches waits for them. The recording shows this if both are
+true:
+ - At least three times, the launching thread is outside of CUDA calls while other threads of its process are in these
+   calls, for more than half of the time.
+ - In three of four of these pauses, the launching thread goes on when one of the calls ends: within a tenth of the
+   pause.
+
 Predicted saving: a pool that is filled before serving saves the whole time in the calls that it replaces. A pool of
 pinned memory replaces the calls that pin. A pool of the GPU's memory, or `cudaMallocAsync` with a pool that keeps the
 memory, replaces the calls that allocate and free it.
@@ -20,15 +27,20 @@ from __future__ import annotations
 import numpy as np
 
 from kvprobe.account import Line
-from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, cause_of
+from kvprobe.account.stretches import overlay
+from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, Loss, cause_of
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, size
+from kvprobe.diagnosis.traced import longest
 from kvprobe.recordings.assemble import among
-from kvprobe.recordings.intervals import ascending
+from kvprobe.recordings.intervals import Cover, ascending, distinct
 from kvprobe.recordings.model import CallKind
 from kvprobe.recordings.serving import WARM
 
 CAUSE = cause_of(__name__)
 PROVES = Line.ALLOCATING
+WORTH_A_LOOK_NS = 20_000  # of a call that is worth a look
+WAITED_NS = 200_000  # of a thread that may have waited for other threads' calls
+PAUSES, GOES_ON = 3, 0.75  # so many that others' calls fill, and so many of these that they end: by chance, a tenth do
 HABIT = 8  # calls of one function after the first submissions of a thread: those before them were no set-up
 POOL = (
     "Allocate and pin memory once, before serving, and take buffers from this pool (one large cudaHostAlloc or "
@@ -41,8 +53,87 @@ KEEP = (
 
 
 def find(joined: JoinedRecording) -> Finding | None:
-    """Allocations between submissions."""
-    rows = np.flatnonzero(((joined.kind == CallKind.ALLOC) | (joined.kind == CallKind.FREE)) & (joined.dur >= 20_000))
+    """Allocations between submissions, or those of other threads that a launching thread waits for."""
+    return _between_submissions(joined) or _of_others(joined)
+
+
+def _of_others(joined: JoinedRecording) -> Finding | None:
+    """Pauses of launching threads which calls of others fill, and end."""
+    allocates = np.flatnonzero((joined.kind == CallKind.ALLOC) | (joined.kind == CallKind.FREE))
+    parts: list[tuple[Array, Array, Array]] = []
+    calls, pauses = allocates[:0], 0
+    for caller in joined.launching_callers.tolist() if len(allocates) else ():
+        start, end = _outside(joined, caller)
+        others = allocates[joined.caller[allocates] != caller]
+        process = joined.process[np.argmax(joined.caller == caller)]
+        others = others[(joined.process[others] == process) & (joined.dur[others] >= WORTH_A_LOOK_NS)]
+        filled = 2 * Cover(joined.start[others], joined.end[others]).within(start, end) > end - start
+        start, end, over = start[filled], end[filled], ascending(joined.end[others])
+        goes_on = np.searchsorted(over, end, "right") > np.searchsorted(over, end - (end - start) // 10)
+        if goes_on.sum() < PAUSES or goes_on.mean() < GOES_ON:
+            continue
+        start, end = start[goes_on], end[goes_on]
+        waited_for = Cover(start, end).within(joined.start[others], joined.end[others]) > 0
+        calls, pauses = np.concatenate((calls, others[waited_for])), pauses + len(start)
+        start, end = _inside(Cover(joined.start[others], joined.end[others]), start, end)
+        parts.append((start, end, np.full(len(start), caller)))
+    if not parts:
+        return None
+    start, end, whose = (np.concatenate(column) for column in zip(*parts, strict=True))
+    lost = int((end - start).sum())
+    names = {
+        joined.text(one): int(joined.dur[calls[joined.name[calls] == one]].sum())
+        for one in distinct(joined.name[calls]).tolist()
+    }
+    threads = len(distinct(joined.caller[calls]))
+    return joined.finding(
+        CAUSE,
+        "The launching thread waited {lost} while other threads allocated memory, in {calls} calls",
+        "likely",
+        Loss(
+            lost,
+            len(calls),
+            on="host",
+            window=(int(start.min()), int(end.max())),
+            calls=longest(joined, calls, joined.dur[calls]),
+            places=joined.places(calls, joined.dur[calls]),
+            stretches=(start, end, whose),
+        ),
+        evidence=(
+            Evidence(
+                f"in {pauses:,} pauses the launching thread made no CUDA call, and others of its process, {threads} in "
+                "all, allocated, freed or pinned memory for more than half of the pause; it went on when that was done",
+                lost,
+                "ns",
+                MEASURED,
+            ),
+        ),
+        cure=_changes(names),
+    )
+
+
+def _outside(joined: JoinedRecording, caller: int) -> tuple[Array, Array]:
+    """Where a thread was outside of CUDA calls in its serving window, for at least `WAITED_NS`."""
+    rows = joined.by_caller[joined.caller[joined.by_caller] == caller]
+    rows = rows[joined.serving.holds(joined.process[rows], joined.start[rows])]
+    start, end = np.maximum.accumulate(joined.end[rows])[:-1], joined.start[rows][1:]
+    long = end - start >= WAITED_NS
+    return start[long], end[long]
+
+
+def _inside(cover: Cover, start: Array, end: Array) -> tuple[Array, Array]:
+    """The parts of disjoint intervals that a cover holds."""
+    edges = np.column_stack((cover.start, cover.end)).ravel()
+    edges = np.concatenate(([min(edges[0], start[0])], edges, [max(edges[-1], end[-1])]))
+    begin, stop, held, _ = overlay(start, end, edges, np.arange(len(edges) - 1) % 2)
+    return begin[held == 1], stop[held == 1]
+
+
+def _between_submissions(joined: JoinedRecording) -> Finding | None:
+    """Allocations that a thread makes between submissions of its own."""
+    rows = np.flatnonzero(
+        ((joined.kind == CallKind.ALLOC) | (joined.kind == CallKind.FREE)) & (joined.dur >= WORTH_A_LOOK_NS)
+    )
     if not len(rows):
         return None
     keep = np.zeros(len(rows), dtype=bool)
