@@ -37,6 +37,7 @@ from kvprobe.probe.ring_layout import FIRST_FILE, LAST_FILE
 from kvprobe.recordings.adapter_events import ns_of
 from kvprobe.recordings.assemble import sorted_table, stream_rows
 from kvprobe.recordings.graph_pieces import divide_graphs
+from kvprobe.recordings.late_marks import lengthen_copies
 from kvprobe.recordings.merge import ONE_BY_ONE
 from kvprobe.recordings.model import Array, CallKind, Direction, Label, Memory, Recording, Source, Table
 from kvprobe.recordings.run_events import (
@@ -116,6 +117,12 @@ def read(
     for folder, run in runs.items():
         _machine_facts(recording, run, found.ends.get(folder, {}), folder)
     _unix_offset(recording, processes, shifts, runs)
+    late = lengthen_copies(recording)
+    if late:
+        notes.append(
+            f"{late:,} copies took less time between two marks than any link needs for their bytes, as marks were "
+            "reached late: how long they took is computed from when they were submitted and ended"
+        )
     divided = divide_graphs(recording)
     if divided:
         notes.append(

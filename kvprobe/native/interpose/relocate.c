@@ -475,3 +475,18 @@ int kvp_restore_all(void) {
     end_scan();
     return restored;
 }
+
+#ifdef KVP_LEADS_BY_TURNS
+/* For benchmarks/copy_cost.py, between kvprobe_attach and kvprobe_detach: has the words that lead to recorded calls
+ * lead there (1), or to the program's own functions as before (0). How many of them it wrote. */
+CUDA_EXPORT int kvprobe_lead(int here);
+int kvprobe_lead(int here) {
+    int written = 0;
+    for (int i = 0; i < object_count; i++) {
+        struct object *o = &objects[i];
+        for (struct word *w = &words[o->words], *end = w + o->word_count; w < end; w++)
+            if (w->now && leads_to_call(w)) written += store(o, w->at, here ? w->was : w->now, here ? w->now : w->was);
+    }
+    return written;
+}
+#endif
