@@ -54,12 +54,12 @@ class Copying:
     """The program while it runs."""
 
     def __init__(self, program: Path, folder: Path, *arguments: str, binding: str = "lazy") -> None:
-        counts = folder / "counts"
-        counts.write_bytes(bytes(4096))
-        self.words = np.memmap(counts, "<u8", "r+")
+        self.counts = folder / f"counts-of-{os.getpid()}-alone"  # this test may run twice at a time, in two folders
+        self.counts.write_bytes(bytes(4096))
+        self.words = np.memmap(self.counts, "<u8", "r+")
         env = {k: v for k, v in os.environ.items() if not k.startswith("KVPROBE") and k != "LD_PRELOAD"}
         env |= {"PLUGIN": str(program / "plugin.so"), "KVHOST_LATENCY_US": "0.001"}
-        self.process = subprocess.Popen([program / binding, counts, *arguments], env=env)
+        self.process = subprocess.Popen([program / binding, self.counts, *arguments], env=env)
         self.pid = self.process.pid
         self.threads = int(arguments[0])
 
@@ -143,7 +143,7 @@ def test_from_attaching_on_every_copy_is_counted_and_detaching_leaves_no_trace(
     later = program.pause()
     assert np.subtract(recorded(run, program.pid), first).tolist() == np.subtract(later, own).tolist()
     program.go()
-    name = str(program.pid) if binding == "now" else tmp_path.name  # a part of its command line
+    name = str(program.pid) if binding == "now" else program.counts.name  # a part of its command line
     done = subprocess.run([*KVPROBE, "detach", name], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stdout.strip() == str(run / "report.html"), (done.stdout, done.stderr)
     said = (run / "outcome.txt").read_text().splitlines()
