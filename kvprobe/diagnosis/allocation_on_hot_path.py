@@ -101,14 +101,15 @@ def _of_others(joined: JoinedRecording) -> Finding | None:
         ),
         evidence=(
             Evidence(
-                f"in {pauses:,} pauses the launching thread made no CUDA call, and others of its process, {threads} in "
-                "all, allocated, freed or pinned memory for more than half of the pause; it went on when that was done",
+                f"in {pauses:,} pauses, the launching thread made no CUDA call while other threads ({threads}) "
+                "allocated, freed or pinned memory, and went on when they had done so",
                 lost,
                 "ns",
                 MEASURED,
             ),
         ),
         cure=_changes(names),
+        chart=joined.slow_calls_chart(calls, "Allocations of other threads"),
     )
 
 
