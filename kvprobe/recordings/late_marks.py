@@ -10,19 +10,15 @@ carries, it may be wrong.
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 
 from kvprobe.recordings.assemble import among, sorted_table
-from kvprobe.recordings.link_rate import link_of, rate_or_assumed
+from kvprobe.recordings.link_rate import rate_or_assumed
 from kvprobe.recordings.model import Array, CallKind, Direction, Engine, Recording, Table
 
 __all__ = ["lengthen_copies"]
 
-BEYOND = 1.25  # times what the link carries: no copy is so quick
-CHIP_LINK = 500e9  # bytes per second: beyond what any GPU's link to its CPU carries, whatever the GPU is
-_ON_CHIP = re.compile(r"\b(GH|GB)\d")  # GPUs whose link to the CPU is no PCIe
+BEYOND = 500e9  # bytes per second: more than any GPU's link to its CPU carries; which GPU it is, `run` does not say
 LEAST_ERROR = 0.05  # of what such copies are said to take
 MOST_TIMES = 3  # as long as its bytes take, at most, from the first one's call to its end
 
@@ -32,22 +28,16 @@ def lengthen_copies(recording: Recording) -> int:
     spans = recording.spans
     took = np.maximum(spans["end_ns"] - spans["start_ns"], 1)
     late = (spans["engine"] == Engine.COPY) & among(spans["direction"], (Direction.H2D, Direction.D2H))
-    late &= spans["bytes"] > took * (_most(recording) / 1e9)
+    late &= spans["bytes"] > took * (BEYOND / 1e9)
     if not late.any():
         return 0
     all_of = {name: spans[name] for name in spans.columns}
     recording.tables["spans"] = Table("spans", {name: column[~late] for name, column in all_of.items()})  # for rates
     made = {name: column[late] for name, column in all_of.items()}
-    made["start_ns"], made["end_ns"], made["error_ns"] = (column.copy() for column in _made(recording, made))
+    made["start_ns"], made["end_ns"], made["error_ns"] = _made(recording, made)
     whole = {name: np.concatenate((recording.spans[name], column)) for name, column in made.items()}
     recording.tables["spans"] = sorted_table("spans", whole)
     return int(late.sum())
-
-
-def _most(recording: Recording) -> float:
-    """Bytes per second that no copy of this recording reaches."""
-    gpu = str(recording.machine.get("gpu", ""))
-    return BEYOND * link_of(recording).bytes_per_s if gpu and not _ON_CHIP.search(gpu) else CHIP_LINK
 
 
 def _made(recording: Recording, spans: dict[str, Array]) -> tuple[Array, Array, Array]:

@@ -40,9 +40,9 @@ extern int kvp_marks_asked;     /* by name: then on the embedded host runtime, t
 #define MARK_LATER_NS 45000000  /* the same, a little at a time when that is spent (mark_reader.c) */
 #define MARK_CREDIT_NS 3000000  /* what may be saved up later */
 #define MARK_SAVED_NS 500000    /* so much is saved up before marking comes back for a stretch */
-#define MARK_STRETCH_NS 5000000 /* a stretch is so long at least from when all streams are known, */
-#define MARK_SHORTEST_NS 1500000 /* or so, where the one before cost much more */
-#define MARK_DEBT_NS 5000000     /* but no more than this: it is saved up before another stretch */
+#define MARK_STRETCH_NS 5000000 /* a stretch is so long at least, from when all streams are known */
+#define MARK_SHORTEST_NS 1500000 /* the same where the one before cost much: it is never shorter */
+#define MARK_DEBT_NS 5000000     /* no stretch costs more: it is saved up before another one */
 #define MARK_DEVICE_NS 1000      /* of a record, beside what its caller waits: its stream does nothing else meanwhile */
 #define MARK_MOST_NS 20000       /* of one call: it was not marking that took longer */
 #define MARK_USUAL_NS 2000       /* all together, in simulated time */
