@@ -34,6 +34,7 @@ class Sanitized:
     program: Path
     plugin: Path
     interposer: Path
+    linked: tuple[str, ...]  # with the host runtime: what the linker is told for a program that calls it
     runtime: str  # has to come before the interposer
 
 
@@ -53,6 +54,7 @@ def sanitized(request: pytest.FixtureRequest, compile_sanitized: Callable[..., P
         compile_sanitized("copying", kind, [PROGRAMS / "copying.c"], *linked),
         compile_sanitized("plugin.so", kind, [PROGRAMS / "copy_plugin.c"], "-shared", "-fPIC", *linked),
         compile_sanitized("libinterpose.so", kind, interposer, *shared, "-DKVP_PRIVATE_CORE=1"),
+        linked,
         preloaded,
     )
 
@@ -118,9 +120,7 @@ def test_no_report_while_it_is_attached_and_detached_under_load(
 def test_no_report_of_looks_at_the_device_of_several_threads(
     sanitized: Sanitized, compile_sanitized: Callable[..., Path], without_report: Callable[..., str], tmp_path: Path
 ) -> None:
-    kind, runtime = sanitized.kind, sanitized.interposer.parent
-    linked = (f"-L{runtime}", "-lkvprobe_hostrt", f"-Wl,-rpath,{runtime}")
-    program = compile_sanitized("same_loads", kind, [PROGRAMS / "same_loads.c"], *linked)
+    program = compile_sanitized("same_loads", sanitized.kind, [PROGRAMS / "same_loads.c"], *sanitized.linked)
     run = tmp_path / "run"
     run.mkdir()
     preloaded = f"{sanitized.runtime}:{sanitized.interposer}"
@@ -137,10 +137,8 @@ def test_no_report_of_reads_and_writes_of_tiers(
     tmp_path: Path,
     mode: str,
 ) -> None:
-    kind = "thread" if "tsan" in sanitized.runtime else "address,undefined"
-    runtime = compile_sanitized("libkvprobe_hostrt.so", kind, [])
-    linked = (f"-L{runtime.parent}", "-lkvprobe_hostrt", f"-Wl,-rpath,{runtime.parent}")
-    program = compile_sanitized("tiers", kind, [PROGRAMS / "tiers.c"], "-DSANITIZED=1", *linked)
+    source = [PROGRAMS / "tiers.c"]
+    program = compile_sanitized("tiers", sanitized.kind, source, "-DSANITIZED=1", *sanitized.linked)
     run = tmp_path / "run"
     run.mkdir()
     for name in ("first", "second", "third"):
