@@ -7,6 +7,7 @@ import faulthandler
 import os
 import signal
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,9 +34,14 @@ def shared_data() -> Path:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def real_time() -> Iterator[None]:
-    """What a module played in virtual time, the next one does not find: each may be the first of its process."""
+def as_the_first_module() -> Iterator[None]:
+    """What a module played in virtual time or recorded, the next one does not find: each may be the first."""
     yield
+    recorders = sys.modules.get("kvprobe.probe.recorder")
+    end = time.monotonic() + 60  # a thread may be closing the last engine
+    while recorders and recorders._users and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not recorders or not recorders._users, "an engine was left open: later recordings would hold its transfers"
     runtimes = sys.modules.get("kvprobe.cuda.runtime")
     if runtimes and runtimes._host_runtime.cache_info().currsize and runtimes.find_runtime("host").simulated:
         runtimes.find_runtime("host").reset()

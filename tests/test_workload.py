@@ -40,6 +40,7 @@ def test_memory_is_freed_when_nobody_compares_it_any_more(machine):
     closing.join()
     assert alive == [False]
     machine.close = lambda: None
+    server.engine.close()
 
 
 @pytest.mark.parametrize("call", ["cudaStreamWaitEvent", "cudaMemcpyAsync", "cudaEventRecord"])
