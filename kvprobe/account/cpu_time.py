@@ -9,10 +9,11 @@ import numpy as np
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import Array, Recording
 
-__all__ = ["Worked", "covers_of", "cpu_used", "is_noted", "others_may_work", "who_worked"]
+__all__ = ["ASLEEP", "Worked", "covers_of", "cpu_used", "is_noted", "others_may_work", "who_worked"]
 
 MOST = 0.5  # of a pause that somebody worked, at least; a core is shared with others
 NEXT_TO_NOTHING = 0.05  # of a pause that a process worked, at most, which waited
+ASLEEP = 0.25  # of a pause that a process worked, at most, whose thread slept for most of it
 CLOCK_NS = 2_048  # where a pause begins is known to that
 ROUGH = 0.25  # of a pause: with more time before it in the same figures they say little of other threads
 
@@ -25,6 +26,7 @@ class Worked(IntEnum):
     THREAD = 1  # that made no call
     ANOTHER = 2  # of the process, and the thread itself hardly did
     NOBODY = 3  # of the process
+    LITTLE = 4  # somebody of the process, for a small part of it: for the rest its thread slept
 
 
 def _of_pauses(recording: Recording, rows: Array, begin: int, end: int) -> Array:
@@ -40,6 +42,7 @@ def _of_pauses(recording: Recording, rows: Array, begin: int, end: int) -> Array
     out = np.full(len(rows), Worked.NOT_KNOWN, dtype=np.uint8)
     others = (process - thread - more >= MOST * ns) & (more <= ROUGH * ns)
     out[others & (thread <= NEXT_TO_NOTHING * ns + more)] = Worked.ANOTHER
+    out[process <= ASLEEP * ns] = Worked.LITTLE
     out[process <= NEXT_TO_NOTHING * ns] = Worked.NOBODY
     # one that never gave up its CPU wanted it all the time, and got what others left
     out[(thread - more >= MOST * ns) | (pauses["gave_up"] == 0)] = Worked.THREAD
@@ -52,7 +55,7 @@ def covers_of(recording: Recording, process: int, thread: int, begin: int, end: 
     rows = np.flatnonzero((pauses["process"] == process) & (pauses["thread"] == thread))
     rows = rows[(pauses["end_ns"][rows] > begin) & (pauses["start_ns"][rows] < end)]
     who = _of_pauses(recording, rows, begin, end)
-    parts = {worked: rows[who == worked] for worked in (Worked.THREAD, Worked.ANOTHER, Worked.NOBODY)}
+    parts = {worked: rows[who == worked] for worked in Worked if worked != Worked.NOT_KNOWN}
     return {worked: Cover(pauses["start_ns"][part], pauses["end_ns"][part]) for worked, part in parts.items()}
 
 

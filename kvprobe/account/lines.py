@@ -81,7 +81,7 @@ LINE_TITLES: dict[Line, str] = {
     Line.PYTHON: "waiting for the host: in Python",
     Line.NO_CPU: "waiting for the host: its thread had no CPU",
     Line.TIER: "waiting for the host: reading or writing files or sockets",
-    Line.ELSEWHERE: "waiting for the host: in other code",
+    Line.ELSEWHERE: "waiting for the host: asleep, or in other code",
     Line.NOTHING_TO_DO: "nothing to do",
     Line.NOT_KNOWN: "not known",
 }

@@ -90,6 +90,8 @@ class Threads:
         unasked = np.full(len(line), NOBODY, dtype=np.int8)
         if len(rows):
             worked = self._worked(rows[0], edges, gap > 0)
+            # for most of such a piece nobody ran Python, nor held its lock: the thread slept
+            line[among(worked, (Worked.NOBODY, Worked.LITTLE))] = Line.ELSEWHERE
             busy = among(worked, (Worked.THREAD, Worked.ANOTHER))
             asked = self._asked(rows[0], line)
             long, unusual = (self._silent(caller, rows[0], edges, some[~asked[some]]) for some in (long, unusual))
@@ -109,7 +111,7 @@ class Threads:
             line[long] = Line.NOTHING_TO_DO
             before, pause = _before_pauses(line, unasked)
             line[before], unasked[before] = line[pause], unasked[pause]
-            lost = (gap > 0) & (edges[1:] <= self.kept_from(caller)) & (worked == Worked.NOT_KNOWN)
+            lost = (gap > 0) & (edges[1:] <= self.kept_from(caller)) & among(worked, (Worked.NOT_KNOWN, Worked.LITTLE))
             line[lost], unasked[lost] = self._outside(caller, rows), Unknown.NOT_KEPT
             return self._without_cpu(rows[0], ThreadTimeline(edges, line, unasked), gap > 0)
         return ThreadTimeline(edges, line, unasked)

@@ -8,7 +8,8 @@ GPU ran nothing, and what its thread did. This cause gets the part of these line
 
 A program can put a function of the host into a stream: `cudaLaunchHostFunc`, `cudaStreamAddCallback`. What was
 submitted behind it waits until CUDA has called the function and the function has returned. If the GPU runs nothing
-until then, the time is in the line "in other code", and the evidence names the call that put the function there.
+until then, the time is in the line "asleep, or in other code", and the evidence names the call that put the function
+there.
 Another case is a thread that puts a function into a stream and then waits for the GPU, in a call such as
 `cudaStreamSynchronize`: this call returns only when the function has returned.
 
@@ -35,7 +36,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvprobe.account import COPIES, HOST, IDLE, OPEN, GpuAccount, Line, Unknown, Worked, covers_of, cpu_used
+from kvprobe.account import ASLEEP, COPIES, HOST, IDLE, OPEN, GpuAccount, Line, Unknown, Worked, covers_of, cpu_used
 from kvprobe.account.chain import hidden_beside_work
 from kvprobe.account.lines import line_of_calls
 from kvprobe.diagnosis.counted_launches import counts_launches
@@ -101,7 +102,6 @@ WAKE = Change(
     "Do not let the thread sleep between steps: wait for an event of the step, or submit the next step before that",
     share=1.0,
 )
-ASLEEP = 0.25  # of pauses in which the process used a CPU, at most
 LAUNCHED = 10  # of the time that a thread is not in a call that was kept: part in which it launched
 AT_ONCE = 1 << 19  # calls looked at together: a recording may have millions
 BESIDE = (Line.PYTHON, Line.TIER, Line.ELSEWHERE)  # their changes move work beside the GPU's, and take none away
@@ -246,12 +246,11 @@ def _part(joined: JoinedRecording, gpu: GpuAccount, line: Line, mine: Array) -> 
     ns, did = cut.sum_ns(mine), ""
     if ns and line == Line.ELSEWHERE:
         name, inside = _call_of_most(joined, gpu, mine)
-        did = f"was in {name}" if 2 * inside > ns else ""
+        did = f"was in {name}" if 2 * inside > ns else SLEPT if _slept(joined, gpu, mine) else ""
     elif ns and line == Line.PYTHON:
         callers = np.unique(cut.caller[mine]).tolist()
         launched = sum(counts_launches(joined, caller)[1] for caller in callers if caller >= 0)
         did = "was in Python, or launched kernels" if LAUNCHED * launched > ns else ""
-        did = SLEPT if _slept(joined, gpu, mine) else did
     elif ns and line == Line.WAITING_FOR_DEVICE:
         others = [one for one in joined.account.gpus if one is not gpu and {*one.processes} & {*gpu.processes}]
         busy = [_busy(one) for one in others]

@@ -95,7 +95,7 @@ THREAD_TITLES = {
     Line.PYTHON: "in Python",
     Line.NO_CPU: "without a CPU",
     Line.TIER: "reading or writing files or sockets",
-    Line.ELSEWHERE: "in other code",
+    Line.ELSEWHERE: "asleep, or in other code",
     Line.NOTHING_TO_DO: "nothing to do",
 }
 
@@ -189,5 +189,6 @@ def _threads(account: Account) -> TableView:
         rows,
         "Each figure is a share of the thread's own serving window. Submitting includes calls that record events. If "
         'the program runs Python, time outside of CUDA calls counts as "in Python", unless the recording shows that '
-        'the thread read files or had no CPU. In Python programs, "in other code" means other CUDA calls.',
+        'the thread slept, read files or had no CPU. In Python programs, "asleep, or in other code" means that the '
+        "thread slept, or was in other CUDA calls.",
     )

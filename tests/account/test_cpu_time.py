@@ -35,6 +35,7 @@ def with_cpu_time(recording: Recording, used: tuple[float, float], more_ns: int 
         (NOBODY, 0, Worked.NOBODY),
         (THREAD, 0, Worked.THREAD),
         (ANOTHER, 0, Worked.ANOTHER),
+        ((0.1, 0.2), 0, Worked.LITTLE),
         ((0.3, 0.3), 0, Worked.NOT_KNOWN),  # a core that others want, too, or a thread that sleeps now and then
         (THREAD, 11 * MS, Worked.NOT_KNOWN),  # it may all have been used before the pause
         (ANOTHER, 11 * MS, Worked.NOT_KNOWN),

@@ -133,7 +133,7 @@ def test_where_the_time_of_the_thread_that_submits_most_went_comes_first() -> No
     console = Console(file=io.StringIO(), width=200)
     console.print(render([view], width=200))
     assert console.file.getvalue().splitlines()[0] == (  # type: ignore[attr-defined]
-        "thread 7 (scheduler), of 1.00 s: 62% waiting for the GPU, 23% in other code, 11% submitting, "
+        "thread 7 (scheduler), of 1.00 s: 62% waiting for the GPU, 23% asleep, or in other code, 11% submitting, "
         "4.0% copying pageable memory"
     )
     (process,) = as_object([view])["processes"]

@@ -40,7 +40,8 @@ def test_a_thread_that_polls_and_sleeps_is_told_to_notice_sooner(tmp_path: Path)
 def test_the_figure_of_the_gaps_is_told_by_the_lines_of_the_account(tmp_path: Path) -> None:
     found, finding = starved("a_poller_that_sleeps_too_long", tmp_path)
     (gpu,) = found.account.gpus
-    told = re.search(r"together (.+?) \((.+?) \"in Python\", (.+?) \"in other code\"\)", finding.evidence[0].text)
+    pattern = r"together (.+?) \((.+?) \"in Python\", (.+?) \"asleep, or in other code\"\)"
+    told = re.search(pattern, finding.evidence[0].text)
     assert told is not None
     lines = (gpu.ns(Line.PYTHON), gpu.ns(Line.ELSEWHERE))
     assert told.groups() == tuple(time_text(one) for one in (finding.lost_ns, *lines))
