@@ -140,7 +140,7 @@ def series(name: str, calm_share: float | None = None) -> Callable[..., Callable
 fresh, blind_program, unseen = series("fresh"), series("blind"), series("unseen")
 served, sixth = series("served", 0.8), series("sixth", 0.8)
 seventh, eighth, ninth = series("seventh", 0.95), series("eighth", 0.95), series("ninth", 0.96)
-tenth, eleventh = series("tenth", 0.95), series("eleventh", 0.95)
+tenth, eleventh, twelfth = series("tenth", 0.95), series("eleventh", 0.95), series("twelfth", 0.95)
 
 
 def plain(account: dict[str, float], line: str, or_lines: tuple[str, ...] = (), calm_share: float = 0.8) -> None:

@@ -25,6 +25,7 @@ from served_shapes import SERVED
 from seventh_shapes import SEVENTH
 from sixth_shapes import SIXTH
 from tenth_shapes import TENTH
+from twelfth_shapes import TWELFTH
 from unseen_shapes import UNSEEN
 
 from kvprobe.diagnosis import CAUSES, examine
@@ -55,6 +56,7 @@ SERIES = {
     "ninth": (NINTH, 22, 8),
     "tenth": (TENTH, 24, 9),
     "eleventh": (ELEVENTH, 24, 9),
+    "twelfth": (TWELFTH, 24, 9),
 }
 # Causes whose programs run on a GPU alone, or by what they do to a machine that others use; each has tests elsewhere.
 RECORDED_ELSEWHERE = {"cpu_starved", "failed_calls", "unmerged_neighbours"}
