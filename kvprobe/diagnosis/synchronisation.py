@@ -18,7 +18,8 @@ itself would have waited for them.
 If the recording does not show what the GPU did, kvprobe knows only the stream that the call names and the copy before
 the call. The confidence is then at most "likely", because the call may wait for an older copy, as a program does that
 uses a few buffers in turn. If the thread launched kernels since its last copy, kvprobe cannot tell whether the copies
-or the kernels were late.
+or the kernels were late. Waits for read-backs are then for information only: every server reads back what it sampled,
+and whether that cost anything depends on what the GPU had to do meanwhile.
 
 Time lost: the duration of all these waits. The thread could have launched work in this time. Predicted saving: the
 thread saves all of this time if the stream waits for an event of the copy and the thread does not wait. The wall time
@@ -361,6 +362,8 @@ def _waited(joined: JoinedRecording, waits: _Waits) -> Finding | None:
         "certain" if seen else "likely",
         rows,
         ns,
+        # every server reads back what it sampled: only what the GPU did meanwhile tells whether that cost anything
+        severity=None if joined.account.seen or not waits.most(waits.back) else "info",
         evidence=_evidence(joined, waits, held if matters else 0, free),
         cure=(
             first,

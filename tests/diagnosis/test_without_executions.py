@@ -366,3 +366,25 @@ def test_what_a_thread_waits_for_a_slot_is_no_submitting_in_its_account(executio
     assert thread.ns(Line.FULL_QUEUE) == lost["launch_queue_saturation"] == pytest.approx(truth, rel=0.05)
     assert 3 * thread.ns(Line.SUBMITTING) < thread.ns(Line.FULL_QUEUE)
     assert sum(thread.ns(line) for line in Line) == thread.window_ns
+
+
+@pytest.mark.parametrize("beside", [True, False], ids=["a prefill beside", "nothing beside"])
+def test_results_read_back_are_no_loss_where_nothing_shows_what_the_gpu_had_to_do(runtime, beside):
+    """Every server reads back what it sampled: a device that has a prefill to run loses nothing by that."""
+    program = Program(runtime)
+    rt = program.rt
+
+    def body():
+        for step in range(60):
+            if beside and step % 4 == 0:
+                rt.launch(program.streams[1], 10_000_000)
+            rt.launch(program.compute, 1_000_000)
+            rt.copy(program.host + step * 4 * KiB, program.device, 4 * KiB, D2H, program.compute)
+            rt.sync(program.compute)
+            rt.sleep(500_000)
+
+    verdict, _, lost, _ = program.examined(body)
+    assert lost["synchronisation"] > 50_000_000 and program.findings["synchronisation"].severity == "info"
+    assert verdict.state == "undecided"
+    verdict, _, lost, _ = program.examined(body, executions=True)
+    assert verdict.state == ("healthy" if beside else "found")
