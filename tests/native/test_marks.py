@@ -296,6 +296,32 @@ for step in range(40):
     assert sum(busy(recording, Engine.COPY)) == pytest.approx(40 * 300 * 4_000, rel=0.1)
 
 
+def test_what_a_stream_did_is_told_when_it_is_destroyed(libraries: Path, tmp_path: Path) -> None:
+    """A stream for each request, of 3 ms; each third is waited for, the others have work left when they go."""
+    body = """
+import ctypes as ct
+d.lib.cudaStreamDestroy.argtypes = [ct.c_void_p]
+d.launch(1_000)
+d.sync(d.compute)
+for request in range(12):
+    stream = d.stream()
+    for _ in range(3):
+        d.launch(1_000_000, stream)
+    if request % 3 == 0:
+        d.sync(stream)
+    d.check(d.lib.cudaStreamDestroy(stream))
+d.synchronize()
+"""
+    recording = recorded(libraries, tmp_path, body)
+    spans = recording.spans
+    kernels = (spans["engine"] == Engine.KERNEL) & (spans["end_ns"] - spans["start_ns"] > 500_000)
+    assert int(spans["count"][kernels].sum()) == 36
+    ran = Cover(spans["start_ns"][kernels], spans["end_ns"][kernels])
+    begin, end = int(spans["start_ns"][kernels].min()), int(spans["end_ns"][kernels].max())
+    assert int(ran.within(begin, end)) == pytest.approx(5 * 3_000_000, rel=0.01)
+    assert Cover(recording.coverage["start_ns"], recording.coverage["end_ns"]).within(begin, end) == end - begin
+
+
 def test_without_marks_nothing_is_said_of_the_device(libraries: Path, tmp_path: Path) -> None:
     recording = recorded(libraries, tmp_path, "d.launch(1_000_000)\nd.sync(d.compute)\n", KVPROBE_MARKS="off")
     assert recording.calls.rows

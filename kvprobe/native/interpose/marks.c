@@ -20,8 +20,9 @@
  *   quarter of that is outstanding, or where the stream says that it is idle: it never blocks.
  * - While any stream is being captured nothing is marked. What stands in a stream ends in front of that; where nothing
  *   is submitted beside the capture, nothing is missed (kvp_mark_beside).
- * - A stream that is destroyed, a context that ends: nothing is asked or recorded afterwards (kvp_marks_stream_ends,
- *   kvp_marks_context_ends). A forked child marks nothing where its parent did.
+ * - A stream that is destroyed: it is asked nothing afterwards, and nothing is recorded in it; marks that stand in it
+ *   are events of ours, which outlive it, and are read (kvp_marks_stream_ends). A context that ends takes its events
+ *   along (kvp_marks_context_ends). A forked child marks nothing where its parent did.
  * - The legacy default stream orders blocking streams around whatever is put into it: there the helper records nothing,
  *   and a mark is put right behind what the program submitted to it last, or right in front of what it submits next, so
  *   that nothing waits for the mark that would not wait for that.
@@ -671,11 +672,21 @@ void kvp_mark_after(const kvp_record *r) {
 
 /* ---- what ends ----------------------------------------------------------------------------------------------- */
 
-static void forget(struct mark_stream *s) {
+/* Nothing is submitted to it any more. */
+static void leave(struct mark_stream *s) {
     struct mark_stream *it = s;
     atomic_compare_exchange_strong(&legacy, &it, NULL);
-    struct mark_context *c = &kvp_mark_contexts[s->context];
     kvp_device_looks_lose(s);
+    put(s->count, 0);
+    put(s->flags, 0);
+    put(s->settled, atomic_load(&s->ended));
+    s->gone = 1;
+    atomic_store(&s->key, MARK_GONE);
+}
+
+void kvp_mark_forget(struct mark_stream *s) {
+    struct mark_context *c = &kvp_mark_contexts[s->context];
+    leave(s);
     while (s->head) {
         struct mark *m = s->head;
         s->head = m->next;
@@ -683,8 +694,7 @@ static void forget(struct mark_stream *s) {
     }
     s->tail = NULL;
     s->standing = 0;
-    put(s->count, 0);
-    put(s->settled, atomic_load(&s->ended));
+    s->gone = 0;
     atomic_store(&s->key, 0);
 }
 
@@ -694,7 +704,7 @@ void kvp_marks_stream_ends(uint64_t handle) {
     end_run(s, 0);
     kvp_mark_step(0);
     while (!kvp_mark_try(s)) kvp_mark_relax();
-    forget(s);
+    leave(s);
     kvp_mark_release(s);
 }
 
@@ -706,7 +716,7 @@ void kvp_marks_context_ends(void) {
     for (int i = 0; i < MARK_STREAMS; i++) {
         struct mark_stream *s = &kvp_mark_streams[i];
         while (!kvp_mark_try(s)) kvp_mark_relax();
-        if (atomic_load(&s->key)) forget(s);
+        if (atomic_load(&s->key)) kvp_mark_forget(s);
         kvp_mark_release(s);
     }
     kvp_marks_await_reader(); /* it may be asking for one of their events */

@@ -30,6 +30,7 @@ extern struct mark_driver kvp_mark_driver;
 enum { MARK_NOT_READY = 600 }; /* CUDA_ERROR_NOT_READY */
 
 #define MARK_STREAMS 256
+#define MARK_GONE UINT64_MAX
 #define MARK_CONTEXTS 16
 #define MARK_POOL 2048          /* marks of one context that may be outstanding */
 #define MARK_FIRST_EVENTS 32    /* of them: made by a program's first submission; the helper makes the others */
@@ -115,7 +116,7 @@ struct mark_span {
 /* One stream. The first line is what a submission of the kind that goes on touches, by get and put; the rest belongs to
  * who holds `lock`. */
 struct mark_stream {
-    _Atomic uint64_t key; /* 0: free */
+    _Atomic uint64_t key; /* 0: free; MARK_GONE: no stream's any more */
     uint64_t last_ns, first_ns, bytes;
     uint32_t count, next_sample, graph;
     _Atomic uint32_t lock;
@@ -126,6 +127,7 @@ struct mark_stream {
         uint32_t state; /* all of them */
     };
     uint8_t sampled, per_thread, legacy, context, ordered, ran; /* ran: the newest kind */
+    uint8_t gone; /* the stream was destroyed: nothing is asked of it, and marks that stood in it are still read */
     void *handle __attribute__((aligned(64)));
     uint64_t submitted, done; /* submissions and marks up to the newest mark, and of these what is over */
     uint64_t busy_ns;         /* when the helper saw it busy last */
@@ -184,6 +186,7 @@ static inline void kvp_mark_release(struct mark_stream *s) { atomic_store_explic
 /* marks.c. 1: there is a mark now. The caller holds the stream's lock. */
 int kvp_mark_place(struct mark_stream *s, int flags);
 int kvp_mark_submits(const kvp_record *r);
+void kvp_mark_forget(struct mark_stream *s);    /* its place is free; marks of it that stand are not read */
 int kvp_mark_end_all(void);                     /* ends what stands in each stream; 1: time has passed */
 int kvp_mark_idle(const struct mark_stream *s); /* 1: the stream has nothing left to do */
 void kvp_mark_give(struct mark_context *c, struct mark *m);
