@@ -9,7 +9,7 @@ import numpy as np
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import Array, Recording
 
-__all__ = ["ASLEEP", "Worked", "covers_of", "cpu_used", "is_noted", "others_may_work", "who_worked"]
+__all__ = ["ASLEEP", "Worked", "covers_of", "cpu_used", "is_noted", "others_may_work", "process_ns", "who_worked"]
 
 MOST = 0.5  # of a pause that somebody worked, at least; a core is shared with others
 NEXT_TO_NOTHING = 0.05  # of a pause that a process worked, at most, which waited
@@ -67,6 +67,19 @@ def who_worked(recording: Recording, process: int, thread: int, start: Array, en
         for worked, cover in covers.items():
             out[2 * cover.within(start, end) > end - start] = worked
     return out
+
+
+def process_ns(recording: Recording, process: int, thread: int, start: Array, end: Array) -> Array:
+    """CPU time that a process used in the pause that most of each time of a thread lies in, (times,) ns; 0: in none."""
+    pauses = recording.pauses
+    rows = np.flatnonzero((pauses["process"] == process) & (pauses["thread"] == thread))
+    rows = rows[np.argsort(pauses["start_ns"][rows], kind="stable")]
+    if not len(rows):
+        return np.zeros(len(start), dtype=np.int64)
+    middle = start + (end - start) // 2
+    at = rows[np.maximum(np.searchsorted(pauses["start_ns"][rows], middle, "right") - 1, 0)]
+    inside = (pauses["start_ns"][at] <= middle) & (middle < pauses["end_ns"][at])
+    return np.where(inside, np.maximum(pauses["process_ns"], pauses["thread_ns"])[at], 0)
 
 
 def cpu_used(recording: Recording, process: int, thread: int, inside: Cover) -> tuple[int, int]:

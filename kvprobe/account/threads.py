@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvprobe.account.cpu_time import Worked, is_noted, who_worked
+from kvprobe.account.cpu_time import Worked, is_noted, process_ns, who_worked
 from kvprobe.account.lines import OPEN, Line, Unknown, line_of_calls
 from kvprobe.account.outside import asked_for_nothing
 from kvprobe.account.stretches import NOBODY
 from kvprobe.recordings.assemble import among
-from kvprobe.recordings.intervals import Cover, group_starts
+from kvprobe.recordings.intervals import Cover, distinct, group_starts
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.model import Array, CallKind, RangeStyle
 from kvprobe.recordings.tier_uses import FILES
@@ -25,6 +25,7 @@ SHORT_PAUSE_NS = 10_000_000  # the same of a thread that is paused for most of t
 # Between a step's results and the next submission a thread does the same each time. A pause that takes so many times as
 # long as most of those is for something else: it waits for a request, or prepares one.
 UNUSUAL, TURNS = 10, 8
+ALIKE = 4  # pauses in which nobody asked, from which on the thread's shorter sleep at the same place is one, too
 KEPT_NS = 20_000  # a call as long is kept in any case: `run` has a ring of its own for those
 _AFTER_FILES_NS = 1_000_000  # from a write to the call that waits for the disk: fsync is not recorded
 _STARVED = 0.1  # of a span that the kernel counted: less waiting for a CPU is how every thread runs
@@ -109,6 +110,8 @@ class Threads:
             unasked[untold] = np.where(worked[untold] == Worked.NOBODY, Unknown.OUTSIDE, Unknown.BETWEEN_REQUESTS)
             long = long[~busy[long] & (told | slept)]
             line[long] = Line.NOTHING_TO_DO
+            alike = self._like_pauses(rows[0], edges, line, worked)
+            line[alike], unasked[alike] = Line.NOTHING_TO_DO, NOBODY
             before, pause = _before_pauses(line, unasked)
             line[before], unasked[before] = line[pause], unasked[pause]
             lost = (gap > 0) & (edges[1:] <= self.kept_from(caller)) & among(worked, (Worked.NOT_KNOWN, Worked.LITTLE))
@@ -159,6 +162,27 @@ class Threads:
         pieces = pieces[~self._seen_at_work(row, edges[pieces], edges[pieces + 1])]
         pieces = pieces[~self._in_a_step(row, edges[pieces], edges[pieces + 1])]
         return np.asarray(pieces[~self._fed(caller, edges[pieces], edges[pieces + 1])])
+
+    def _like_pauses(self, row: int, edges: Array, line: Array, worked: Array) -> Array:
+        """Pieces in which the thread slept as it does where nobody asks, and that lie between calls of the same kinds.
+
+        A server that waits for requests does the same before each, whether the next one comes in 5 ms or in 500: where
+        that was waiting mostly, and took the process no less CPU time, it was waiting each time.
+        """
+        gaps = np.arange(2, len(line) - 1, 2)
+        gaps = gaps[among(worked[gaps], (Worked.NOBODY, Worked.LITTLE))]
+        point = line[gaps - 1].astype(np.int64) << 8 | line[gaps + 1]
+        idle = line[gaps] == Line.NOTHING_TO_DO
+        out = [gaps[:0]]
+        for one in distinct(point[idle]):
+            here = point == one
+            if 2 * int(idle[here].sum()) < int(here.sum()) or int(idle[here].sum()) < ALIKE:
+                continue
+            process, thread = int(self.joined.process[row]), int(self.joined.thread[row])
+            used = process_ns(self.joined.recording, process, thread, edges[gaps[here]], edges[gaps[here] + 1])
+            as_usual = used <= 2 * int(np.median(used[idle[here]]))
+            out.append(gaps[here][as_usual & ~idle[here]])
+        return np.concatenate(out)
 
     def _with_others(self, row: int, start: Array, stop: Array, lines: Array) -> tuple[Array, Array, Array]:
         """Calls and their lines, with what else is known of their thread between them: what it read, and waited for."""

@@ -145,3 +145,26 @@ def test_a_python_thread_that_waits_while_another_runs_is_python_s(
         lost = (steps - 1) * 12 * MS
         assert found["python_or_gil_bound"].device_ns == pytest.approx(lost, rel=0.03)
         assert "a lock of the program's own" in found["python_or_gil_bound"].evidence[0].text
+
+
+@pytest.mark.parametrize(
+    ("short", "used_ns", "asked"),
+    [
+        (6, 300_000, False),  # a tenth of 3 ms, as before the long ones
+        (6, 700_000, True),  # more than before those: it prepared something
+        (18, 300_000, True),  # mostly it sleeps for 3 ms, and seldom for longer
+    ],
+)
+def test_requests_that_come_soon_are_waited_for_as_the_others_are(short: int, used_ns: int, asked: bool) -> None:
+    """A server that waits 60 ms for most of its requests and 3 ms for some: each time it works 0.3 ms."""
+    pauses = [60 * MS] * 12 + [3 * MS] * short
+    np.random.default_rng(0).shuffle(pauses)
+    recording = with_cpu_time(served([0, *pauses], 1), NOBODY)
+    noted = recording.pauses
+    is_short = noted["end_ns"] - noted["start_ns"] < 10 * MS
+    for name in ("thread_ns", "process_ns"):
+        noted[name][:] = np.where(is_short, used_ns, 300_000)
+    (gpu,) = examine(recording).account.gpus
+    unasked_ns = 12 * 60 * MS + (0 if asked else short * 3 * MS)
+    assert gpu.ns(Line.NOTHING_TO_DO) == pytest.approx(unasked_ns, rel=0.01)
+    assert gpu.ns(Line.ELSEWHERE) == pytest.approx(short * 3 * MS if asked else 0, rel=0.03)
