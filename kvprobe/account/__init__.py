@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvprobe.account.account import Account, GpuAccount, ThreadAccount, account_of
-from kvprobe.account.cpu_time import ASLEEP, Worked, covers_of, cpu_used, who_worked
+from kvprobe.account.cpu_time import Worked, covers_of, who_worked
 from kvprobe.account.lines import COPIES, HOST, IDLE, LINE_TITLES, OPEN, OUTSIDE_CALLS, Line, Unknown
 
 __all__ = [
@@ -18,10 +18,8 @@ __all__ = [
     "Line",
     "ThreadAccount",
     "Unknown",
-    "ASLEEP",
     "Worked",
     "account_of",
     "covers_of",
-    "cpu_used",
     "who_worked",
 ]

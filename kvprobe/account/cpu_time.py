@@ -9,7 +9,7 @@ import numpy as np
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import Array, Recording
 
-__all__ = ["ASLEEP", "Worked", "covers_of", "cpu_used", "is_noted", "others_may_work", "process_ns", "who_worked"]
+__all__ = ["Worked", "covers_of", "is_noted", "others_may_work", "process_ns", "who_worked"]
 
 MOST = 0.5  # of a pause that somebody worked, at least; a core is shared with others
 NEXT_TO_NOTHING = 0.05  # of a pause that a process worked, at most, which waited
@@ -71,25 +71,20 @@ def who_worked(recording: Recording, process: int, thread: int, start: Array, en
 
 def process_ns(recording: Recording, process: int, thread: int, start: Array, end: Array) -> Array:
     """CPU time that a process used in the pause that most of each time of a thread lies in, (times,) ns; 0: in none."""
-    pauses = recording.pauses
-    rows = np.flatnonzero((pauses["process"] == process) & (pauses["thread"] == thread))
-    rows = rows[np.argsort(pauses["start_ns"][rows], kind="stable")]
-    if not len(rows):
+    pauses, middle = recording.pauses, start + (end - start) // 2
+    at = _newest(recording, process, thread, middle)
+    if not len(at):
         return np.zeros(len(start), dtype=np.int64)
-    middle = start + (end - start) // 2
-    at = rows[np.maximum(np.searchsorted(pauses["start_ns"][rows], middle, "right") - 1, 0)]
     inside = (pauses["start_ns"][at] <= middle) & (middle < pauses["end_ns"][at])
     return np.where(inside, np.maximum(pauses["process_ns"], pauses["thread_ns"])[at], 0)
 
 
-def cpu_used(recording: Recording, process: int, thread: int, inside: Cover) -> tuple[int, int]:
-    """Of a thread's pauses that lie mostly `inside`: their time, and the CPU time that its process used at most, ns."""
+def _newest(recording: Recording, process: int, thread: int, at: Array) -> Array:
+    """The rows of the pauses of a thread that began last before these instants, or of its first; none: it has none."""
     pauses = recording.pauses
     rows = np.flatnonzero((pauses["process"] == process) & (pauses["thread"] == thread))
-    ns = pauses["end_ns"][rows] - pauses["start_ns"][rows]
-    mine = 2 * inside.within(pauses["start_ns"][rows], pauses["end_ns"][rows]) > ns
-    used = np.maximum(pauses["process_ns"], pauses["thread_ns"])[rows[mine]]
-    return int(ns[mine].sum()), int(used.sum())
+    rows = rows[np.argsort(pauses["start_ns"][rows], kind="stable")]
+    return rows[np.maximum(np.searchsorted(pauses["start_ns"][rows], at, "right") - 1, 0)] if len(rows) else rows
 
 
 def is_noted(recording: Recording, process: int) -> bool:
@@ -103,12 +98,9 @@ def others_may_work(recording: Recording, process: int, thread: int, start: Arra
     All of the CPU time that they used in the pause around the wait may lie in it. Where none was noted, nobody knows.
     """
     pauses = recording.pauses
-    rows = np.flatnonzero((pauses["process"] == process) & (pauses["thread"] == thread))
-    rows = rows[np.argsort(pauses["start_ns"][rows], kind="stable")]
-    if not len(rows):
+    around = _newest(recording, process, thread, start + CLOCK_NS)
+    if not len(around):
         return np.ones(len(start), dtype=bool)
-    at = np.maximum(np.searchsorted(pauses["start_ns"][rows], start + CLOCK_NS, "right") - 1, 0)
-    around = rows[at]
     inside = (pauses["start_ns"][around] - CLOCK_NS <= start) & (end <= pauses["end_ns"][around])
     others = pauses["process_ns"][around] - pauses["thread_ns"][around]
     return np.asarray(~inside | (others >= MOST * (end - start)))

@@ -32,11 +32,12 @@ the preparation that can overlap with the GPU's work.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvprobe.account import ASLEEP, COPIES, HOST, IDLE, OPEN, GpuAccount, Line, Unknown, Worked, covers_of, cpu_used
+from kvprobe.account import COPIES, HOST, IDLE, OPEN, GpuAccount, Line, Unknown, Worked, covers_of
 from kvprobe.account.chain import hidden_beside_work
 from kvprobe.account.lines import line_of_calls
 from kvprobe.diagnosis.counted_launches import counts_launches
@@ -260,15 +261,9 @@ def _part(joined: JoinedRecording, gpu: GpuAccount, line: Line, mine: Array) -> 
 
 
 def _slept(joined: JoinedRecording, gpu: GpuAccount, mine: Array) -> bool:
-    """Whether the process hardly used a CPU in the pauses of its threads that most of these stretches lie in."""
-    cut = gpu.stretches
-    lasted = used = 0
-    for one in joined.account.threads if joined.recording.pauses.rows else ():
-        here = mine & (cut.caller == one.caller)
-        process = int(joined.process[np.argmax(joined.caller == one.caller)])
-        ns, cpu_ns = cpu_used(joined.recording, process, one.thread, Cover(cut.start[here], cut.end[here]))
-        lasted, used = lasted + ns, used + cpu_ns
-    return 2 * lasted > cut.sum_ns(mine) and used <= ASLEEP * lasted
+    """Whether threads slept in most of these stretches, by the CPU time that was noted of their pauses."""
+    spent = _spent(joined, gpu, mine, (Worked.NOBODY, Worked.LITTLE))
+    return 2 * sum(spent.values()) > gpu.stretches.sum_ns(mine)
 
 
 def _calls(joined: JoinedRecording, gpu: GpuAccount, part: _Part) -> tuple[TracedCall, ...]:
@@ -335,19 +330,23 @@ def _submitted_ahead(gpu: GpuAccount, mine: Array) -> int:
 
 def _who_worked(joined: JoinedRecording, gpu: GpuAccount, mine: Array) -> list[Evidence]:
     """Who used the CPU in pauses of the threads that the GPU waited for, where the recording has their CPU time."""
-    cut = gpu.stretches
-    spent = dict.fromkeys(WORKED, 0)
-    for one in joined.account.threads if joined.recording.pauses.rows else ():
-        row = int(np.argmax(joined.caller == one.caller))
-        waits = np.flatnonzero(mine & (cut.caller == one.caller))
-        covers = covers_of(joined.recording, int(joined.process[row]), one.thread, gpu.from_ns, gpu.to_ns)
-        for worked in WORKED:
-            spent[worked] += int(covers[worked].within(cut.start[waits], cut.end[waits]).sum())
     return [
         Evidence(f"for {ms(ns)} of that, {WORKED[worked]}", ns, "ns", MEASURED)
-        for worked, ns in spent.items()
+        for worked, ns in _spent(joined, gpu, mine, WORKED).items()
         if 100 * ns >= gpu.window_ns
     ]
+
+
+def _spent(joined: JoinedRecording, gpu: GpuAccount, mine: Array, who: Iterable[Worked]) -> dict[Worked, int]:
+    """Of these stretches, what lies in pauses of their threads in which each of `who` worked, ns."""
+    cut, spent = gpu.stretches, dict.fromkeys(who, 0)
+    for one in joined.account.threads if joined.recording.pauses.rows else ():
+        process = int(joined.process[np.argmax(joined.caller == one.caller)])
+        waits = np.flatnonzero(mine & (cut.caller == one.caller))
+        covers = covers_of(joined.recording, process, one.thread, gpu.from_ns, gpu.to_ns)
+        for worked in spent:
+            spent[worked] += int(covers[worked].within(cut.start[waits], cut.end[waits]).sum())
+    return spent
 
 
 def _of_part(change: Change, part: float) -> Change:
