@@ -336,7 +336,7 @@ static void resume(uint64_t now) {
     for (int i = 0; i < MARK_STREAMS; i++) {
         struct mark_stream *s = &kvp_mark_streams[i];
         if (!atomic_load(&s->key) || !kvp_mark_try(s)) continue;
-        if (!s->gone) put(s->flags, MARK_UNKNOWN);
+        if (!kvp_mark_is_gone(s)) put(s->flags, MARK_UNKNOWN);
         put(s->count, 0);
         put(s->kind, MARK_NONE);
         kvp_mark_release(s);
@@ -423,10 +423,10 @@ static void look(int number, uint64_t now, int reads, int closing) {
             to = 0;
             continue;
         }
-        if (!kvp_watch.captures && !held && outcome == READ && !s->gone) end_stale(s, now);
+        if (!kvp_watch.captures && !held && outcome == READ && !kvp_mark_is_gone(s)) end_stale(s, now);
         uint64_t known = through(c, s, limit);
         if (known < to) to = known;
-        if (s->gone && !s->head) {
+        if (kvp_mark_is_gone(s) && !s->head) {
             release_held(s, 0, 0);
             kvp_mark_forget(s);
         }

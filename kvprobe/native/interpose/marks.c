@@ -680,7 +680,6 @@ static void leave(struct mark_stream *s) {
     put(s->count, 0);
     put(s->flags, 0);
     put(s->settled, atomic_load(&s->ended));
-    s->gone = 1;
     atomic_store(&s->key, MARK_GONE);
 }
 
@@ -694,7 +693,6 @@ void kvp_mark_forget(struct mark_stream *s) {
     }
     s->tail = NULL;
     s->standing = 0;
-    s->gone = 0;
     atomic_store(&s->key, 0);
 }
 

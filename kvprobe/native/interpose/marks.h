@@ -30,7 +30,7 @@ extern struct mark_driver kvp_mark_driver;
 enum { MARK_NOT_READY = 600 }; /* CUDA_ERROR_NOT_READY */
 
 #define MARK_STREAMS 256
-#define MARK_GONE UINT64_MAX
+#define MARK_GONE UINT64_MAX /* key of a stream that was destroyed: it is asked nothing, marks in it are still read */
 #define MARK_CONTEXTS 16
 #define MARK_POOL 2048          /* marks of one context that may be outstanding */
 #define MARK_FIRST_EVENTS 32    /* of them: made by a program's first submission; the helper makes the others */
@@ -116,7 +116,7 @@ struct mark_span {
 /* One stream. The first line is what a submission of the kind that goes on touches, by get and put; the rest belongs to
  * who holds `lock`. */
 struct mark_stream {
-    _Atomic uint64_t key; /* 0: free; MARK_GONE: no stream's any more */
+    _Atomic uint64_t key; /* 0: free */
     uint64_t last_ns, first_ns, bytes;
     uint32_t count, next_sample, graph;
     _Atomic uint32_t lock;
@@ -127,7 +127,6 @@ struct mark_stream {
         uint32_t state; /* all of them */
     };
     uint8_t sampled, per_thread, legacy, context, ordered, ran; /* ran: the newest kind */
-    uint8_t gone; /* the stream was destroyed: nothing is asked of it, and marks that stood in it are still read */
     void *handle __attribute__((aligned(64)));
     uint64_t submitted, done; /* submissions and marks up to the newest mark, and of these what is over */
     uint64_t busy_ns;         /* when the helper saw it busy last */
@@ -181,6 +180,7 @@ static inline int kvp_mark_try(struct mark_stream *s) {
     uint32_t no = 0;
     return atomic_compare_exchange_strong_explicit(&s->lock, &no, 1, memory_order_acquire, memory_order_relaxed);
 }
+static inline int kvp_mark_is_gone(const struct mark_stream *s) { return atomic_load(&s->key) == MARK_GONE; }
 static inline void kvp_mark_release(struct mark_stream *s) { atomic_store_explicit(&s->lock, 0, memory_order_release); }
 
 /* marks.c. 1: there is a mark now. The caller holds the stream's lock. */
