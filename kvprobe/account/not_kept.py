@@ -41,7 +41,9 @@ def fill_not_kept(cut: Stretches, threads: Threads, samples: Samples) -> Samples
         kept = max(threads.kept_from(caller), begin)
         ns = cut.sum_ns(_not_kept(cut) & (cut.caller == caller))
         line, shares = _later(cut, threads, caller, kept)
-        error = math.hypot(_error(shares), _unlike(threads, caller, kept, begin)) * ns if len(line) else ns
+        if not len(line):  # nothing of it was kept
+            continue
+        error = math.hypot(_error(shares), _unlike(threads, caller, kept, begin)) * ns
         error = math.hypot(error, samples.error_ns if samples.ns else 0)
         if error + samples.counted_error_ns > MOST * (end - begin):
             continue
@@ -64,7 +66,7 @@ def _later(cut: Stretches, threads: Threads, caller: int, kept: int) -> tuple[Ar
     inside = cut.cut(*union(joined.start[slow], joined.end[slow]))
     mine = np.flatnonzero((cut.caller == caller) & among(cut.line, HOST) & (cut.start >= kept) & ~inside)
     if not len(mine) or int(cut.edges[-1]) <= kept:
-        return mine, np.zeros((0, 0))
+        return mine[:0], np.zeros((0, 0))
     line, number = np.unique(cut.line[mine], return_inverse=True)
     piece = (cut.start[mine] - kept) * PIECES // (int(cut.edges[-1]) - kept)
     shares = np.zeros((PIECES, len(line)))

@@ -39,10 +39,10 @@ class Program:
             at += kernel + int(chance.uniform(20, 60) * US)
         self.end = at
 
-    def account(self, kept_from: int = 0, counted: float = 0.0) -> GpuAccount:
+    def account(self, kept_from: int = 0, counted: float = 0.0, seen: tuple[int, int] = (0, STEPS - 1)) -> GpuAccount:
         """As it was recorded where only slow calls before step `kept_from` were kept; over all of it.
 
-        `counted`: kernels are known by counts, and so much of them may be wrong.
+        `counted`: kernels are known by counts, and so much of them may be wrong. `seen`: from which step to which.
         """
         recording = Recording([Source("made", "trace")], names=["", "cudaMemcpyAsync", "cudaStreamSynchronize"])
         every, spans = np.array(self.calls), np.array(self.spans)
@@ -73,7 +73,8 @@ class Program:
                 "error_ns": np.ceil(counted * (spans[:, 1] - spans[:, 0])),
             },
         )
-        recording.tables["coverage"] = Table("coverage", {"start_ns": [0], "end_ns": [self.end]})
+        seen_from, seen_to = (int(every[step * 41, 0]) if step < STEPS - 1 else self.end for step in seen)
+        recording.tables["coverage"] = Table("coverage", {"start_ns": [seen_from], "end_ns": [seen_to]})
         recording.tables["streams"] = Table("streams", {"process": [0], "handle": [7]})
         recording.tables["processes"] = Table("processes", {"pid": [1]})
         recording.lost = {0: len(every) - len(calls)} if kept_from else {}
@@ -118,3 +119,10 @@ def test_a_time_before_that_was_another_by_the_sums_is_not_known() -> None:
 
 def test_where_all_calls_were_kept_nothing_is_by_samples() -> None:
     assert Program(6).account().to_json()["by_samples_ns"] == 0
+
+
+def test_where_nothing_was_seen_of_the_gpu_later_nothing_is_told_by_it() -> None:
+    """Timing events saw it in ten steps whose calls were not kept, and not afterwards."""
+    gpu = Program(7).account(kept_from=400, seen=(390, 400))
+    assert gpu.to_json()["by_samples_ns"] == 0
+    assert 0 < gpu.unknown_ns()[Unknown.NOT_KEPT] < MOST * gpu.window_ns
