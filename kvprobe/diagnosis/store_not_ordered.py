@@ -15,8 +15,10 @@ these waits:
  - a wait of the host: after the last launch of the earlier step, the host waits for this step or asks whether it is
    done, and then stores.
 
-If a thread launches nothing, it may store blocks of earlier steps, which begin under a kernel by chance. So kvprobe
-counts the thread's stores only if at least nine of ten of its bursts began under an older kernel.
+If a thread launches nothing, it may store blocks of earlier steps, or counters that no kernel writes, which begin under
+a kernel by chance. So kvprobe counts the thread's stores only if at least nine of ten of its bursts began under an older
+kernel, and if so few of the others are not chance: the GPU was without a kernel for so long that four times as many
+bursts would have begun then, and at least three.
 
 If the recording does not tell which streams wait, kvprobe says nothing. Recordings do not say which event a stream
 waits for or which addresses kernels write. So kvprobe cannot tell whether bytes were really wrong: the finding is
@@ -43,11 +45,12 @@ from kvprobe.diagnosis.ordering import (
     waits,
 )
 from kvprobe.recordings.assemble import among
-from kvprobe.recordings.intervals import distinct
+from kvprobe.recordings.intervals import Cover, distinct
 from kvprobe.recordings.model import Direction
 
 CAUSE = cause_of(__name__)
 BY_CHANCE = 0.9  # of the bursts of threads that launch nothing; a kernel runs by chance while fewer of them begin
+IDLE_BURSTS, TIMES = 3, 4  # bursts of these threads that would begin without a kernel by chance: so many, or more
 
 
 def not_shown(joined: JoinedRecording) -> NotLookedFor | None:
@@ -84,6 +87,23 @@ def _asked(joined: JoinedRecording, process: int, rows: Array, burst: Array) -> 
     return mask
 
 
+def _by_chance(joined: JoinedRecording, launches: Array, began: Array, burst: Array, under: Array) -> bool:
+    """Whether these stores, of threads that launch nothing, may have begun under older kernels by chance.
+
+    Args:
+        joined: the recording.
+        launches: rows of the launches of their process that have an execution.
+        began: when each store began to execute, (stores,).
+        burst: number of its burst.
+        under: whether it began under an older kernel.
+    """
+    begin, end = int(began.min()), int(began.max())
+    running = int(Cover(joined.start[launches], joined.exec_end[launches]).within(begin, end))
+    count = len(distinct(burst))
+    others, idle = count - len(distinct(burst[under])), count * (1 - running / max(end - begin, 1))
+    return others > (1 - BY_CHANCE) * count or idle < IDLE_BURSTS or idle < TIMES * others
+
+
 def find(joined: JoinedRecording) -> Finding | None:
     """Stores that began under older kernels, without waits."""
     guilty = []
@@ -104,7 +124,8 @@ def find(joined: JoinedRecording) -> Finding | None:
         on_stores = times[np.isin(streams, joined.stream[rows])]
         under &= ~may_order(burst, _burst_after_last(burst, joined.start[rows], on_stores))
         under &= ~_asked(joined, process, rows, burst)
-        if len(distinct(burst[under & apart])) < BY_CHANCE * len(distinct(burst[apart])):
+        began = joined.exec_start[rows[apart]]
+        if apart.any() and _by_chance(joined, launches, began, burst[apart], under[apart]):
             under &= ~apart
         bad = distinct(burst[under])
         if len(bad) < LEAST or 2 * len(bad) < count or 2 * len(on_stores) >= count:
