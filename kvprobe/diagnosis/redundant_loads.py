@@ -36,9 +36,9 @@ time: all bytes that the stream was given move at the rate of the fastest link t
 
 The finding says for how many loads nobody looked at the GPU's memory: those of batches, those to another place, and all
 in recordings of other tools, of earlier versions, or without timing events. A kernel may have overwritten these bytes:
-the finding is then only likely. Of a batch, the recording has only the first address: two batches with equal first
-address, size and number of copies are likely the same. If the recorder took looks but none at these buffers, kvprobe
-does not decide.
+the finding is then only likely. Of a batch, `kvprobe run` looks at parts of up to 16 copies and at their addresses. In
+other recordings kvprobe has only the first address: two batches with equal first address, size and number of copies are
+likely the same. If the recorder took looks but none at these buffers, kvprobe does not decide.
 
 Needs: addresses, which kvprobe's own recordings have. Nsight Systems and Kineto do not write addresses.
 
@@ -267,7 +267,7 @@ def _repeated(joined: JoinedRecording, loads: Array) -> _Repeats:
     new[1:] = np.any([column[loads[1:]] != column[loads[:-1]] for column in columns], axis=0)
     group = np.cumsum(new) - 1
     looks = looks_of(joined, loads, Direction.H2D)
-    verdict = np.where(joined.kind[loads] == CallKind.COPY, looks.verdict, NOT_KNOWN)[1:]
+    verdict = looks.verdict[1:]
     earlier, after = loads[:-1], loads[1:]
     gone = np.minimum(_overwritten(joined, loads), _freed(joined, loads))
     intact = gone[:-1] > joined.start[after]

@@ -45,6 +45,19 @@ def steps(size, blocks=8, many=100, place=lambda step, block: block, direction=D
     return calls
 
 
+def batches(many=400):
+    """A batch of the same 40 blocks, by the first address, and a wait for it, again and again."""
+    call = {"src": HOST, "dst": GPU, "bytes": MiB, "count": 40, "kind": CallKind.BATCH, "direction": Direction.H2D}
+    return [call, {"kind": CallKind.SYNC, "stream": 1, "dur_ns": 1_000_000}] * many
+
+
+def test_a_batch_is_judged_by_the_bytes_of_its_copies():
+    """In a recording without looks two batches with one first address are likely the same."""
+    one = found(made(batches(), lambda number: 7), "redundant_loads")
+    assert one.confidence == "likely" and one.evidence[0].value == 399 * MiB
+    assert found(made(batches(), lambda number: number), "redundant_loads") is None
+
+
 @pytest.mark.parametrize("size", [4 * KiB, MiB])
 def test_buffers_that_the_program_rewrites_are_never_redundant(size):
     assert found(made(steps(size), lambda number: number), "redundant_loads") is None

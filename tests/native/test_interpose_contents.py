@@ -47,6 +47,22 @@ def test_looks_tell_bytes_that_are_the_same_from_bytes_that_were_rewritten(
     assert hashes["rewritten"][0] == hashes["rewritten"][1]
 
 
+def test_looks_at_batches_tell_bytes_that_are_the_same_from_those_that_were_rewritten(
+    program: Path, libraries: Path, tmp_path: Path
+) -> None:
+    """Sixteen of forty copies are looked at, spread over the batch: the first copy alone would be the same each time."""
+    hashes = {}
+    for how in ("batch", "rewritten-batch"):
+        folder = tmp_path / how
+        folder.mkdir()
+        _, ring = run(program, libraries, folder, how)
+        looks = ring.notes(CONTENTS)
+        assert len(looks) >= 8 and set(looks["bytes"]) == {SIZE // 40 * 40} and set(looks["count"]) == {16 * 256}
+        hashes[how] = len(set(looks["dur_ns"].tolist())), len(looks)
+    assert hashes["batch"][0] == 1
+    assert hashes["rewritten-batch"][0] == hashes["rewritten-batch"][1]
+
+
 def test_looks_are_no_calls_and_change_nothing_that_is_counted(program: Path, libraries: Path, tmp_path: Path) -> None:
     said = {}
     for word in ("on", "off"):

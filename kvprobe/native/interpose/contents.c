@@ -7,7 +7,8 @@
  * WHICH. By place, not by chance: a place that is chosen is looked at in each of its copies, for two looks at one
  * place are what tells. A mask over a hash of the address lets as many places through as the budget pays for.
  *
- * HOW MUCH. All of a copy of up to LOOK bytes, else of PIECES parts spread over it, which begin at pages. A thousandth
+ * HOW MUCH. All of a copy of up to LOOK bytes, else of PIECES parts spread over it, which begin at pages; of a batch, a
+ * part of each of up to PIECES of its copies, and where they lie: equal are only those of the same places. A thousandth
  * of the wall time, and of a process's age not more looks than the ring can hold of hours.
  *
  * HAZARDS. The memory may be gone or unreadable by now: the kernel reads it (process_vm_writev, into memory of ours),
@@ -97,6 +98,14 @@ static void turn(uint64_t now) {
     atomic_store(&budget.turning, 0);
 }
 
+/* Reads these parts of memory into one; how many bytes, 0: they could not be. */
+static size_t gather(const struct iovec *from, int pieces, struct iovec to) {
+    long got = syscall(SYS_process_vm_writev, (long)getpid(), from, (long)pieces, &to, 1L, 0L);
+    if (got == (long)to.iov_len) return to.iov_len;
+    if ((got < 0 && errno != EFAULT) || atomic_fetch_add(&budget.faults, 1) >= FAULTS) kvp_contents_stop();
+    return 0;
+}
+
 /* Reads what is looked at of [address, address + bytes) into `into`; how many bytes, 0: none could be. */
 static size_t read_some(uint64_t address, uint64_t bytes, void *into) {
     struct iovec from[PIECES], to = {into, LOOK};
@@ -110,10 +119,21 @@ static size_t read_some(uint64_t address, uint64_t bytes, void *into) {
             from[pieces] = (struct iovec){(void *)(uintptr_t)(address + at), PIECE};
         }
     to.iov_len = bytes < LOOK ? bytes : LOOK;
-    long got = syscall(SYS_process_vm_writev, (long)getpid(), from, (long)pieces, &to, 1L, 0L);
-    if (got == (long)to.iov_len) return to.iov_len;
-    if ((got < 0 && errno != EFAULT) || atomic_fetch_add(&budget.faults, 1) >= FAULTS) kvp_contents_stop();
-    return 0;
+    return gather(from, pieces, to);
+}
+
+/* The same of copies spread over a batch, whose places are `at`: PIECES words, those that are not used 0. */
+static size_t read_batch(const struct kvp_pieces *batch, int direction, void *into, uint64_t *at) {
+    struct iovec from[PIECES], to = {into, 0};
+    size_t pieces = batch->count < PIECES ? batch->count : PIECES;
+    for (size_t i = 0; i < pieces; i++) {
+        size_t one = batch->count * i / pieces, bytes = batch->sizes[one], length = bytes < PIECE ? bytes : PIECE;
+        size_t within = (bytes - length) / pieces * i & ~(size_t)63;
+        at[i] = (uint64_t)(uintptr_t)(direction == KVP_H2D ? batch->srcs : batch->dsts)[one];
+        from[i] = (struct iovec){(void *)(uintptr_t)(at[i] + within), length};
+        to.iov_len += length;
+    }
+    return gather(from, (int)pieces, to);
 }
 
 int kvp_read_rows(uint64_t address, uint64_t stride, size_t rows, size_t width, void *into) {
@@ -143,15 +163,17 @@ static int is_plain(const kvp_record *r) {
            (r->call >= KVP_CALL_cuMemcpy && r->call <= KVP_CALL_cuMemcpyDtoH);
 }
 
-void kvp_contents_look(const kvp_record *r) {
-    int direction = r->direction & 15, memory = r->direction >> 4;
-    if (r->result || !r->bytes || !is_plain(r) || (direction != KVP_H2D && direction != KVP_D2H)) return;
+void kvp_contents_look(const kvp_record *r, const struct kvp_pieces *batch) {
+    int direction = r->direction & 15, memory = r->direction >> 4, several = kvp_is_batch(r) && batch->count > 1;
+    if (r->result || !r->bytes || (direction != KVP_H2D && direction != KVP_D2H)) return;
+    if (!several && !is_plain(r) && !kvp_is_batch(r)) return;
     if (memory != KVP_MEM_PINNED && memory != KVP_MEM_PAGEABLE) return;
     if (kvp_watch.captures || kvp_watch.detail == DETAIL_TOTALS) return;
-    uint64_t words[LOOK / 8], begin = kvp_clock();
+    uint64_t words[LOOK / 8 + PIECES], places[PIECES] = {0}, begin = kvp_clock();
     int was = errno;
     if (unlikely(!budget.born_ns) && !be_born(begin)) return;
-    size_t got = read_some(direction == KVP_H2D ? r->src : r->dst, r->bytes, words);
+    size_t got = several ? read_batch(batch, direction, words, places)
+                         : read_some(direction == KVP_H2D ? r->src : r->dst, r->bytes, words);
     errno = was;
     if (got) {
         size_t count = (got + 7) / 8, same = 1;
@@ -159,11 +181,15 @@ void kvp_contents_look(const kvp_record *r) {
         while (same < count && words[same] == words[0]) same++;
         kvp_record note = *r;
         note.call = KVP_CALL_contents;
+        note.result = same == count;
+        if (several) {
+            memcpy(words + count, places, sizeof places);
+            count += PIECES;
+        }
         note.dur_ns = kvp_hash_words(words, count);
         note.count = (uint32_t)got;
-        note.result = same == count;
         kvp_ring_note(&note);
-        if (direction == KVP_H2D) kvp_device_look_next(r, note.dur_ns);
+        if (direction == KVP_H2D && !several) kvp_device_look_next(r, note.dur_ns);
     }
     uint64_t now = kvp_clock();
     int64_t took = now - begin < MOST_NS ? (int64_t)(now - begin) : MOST_NS;

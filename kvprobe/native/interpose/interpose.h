@@ -223,7 +223,11 @@ void kvp_pauses_without_me(void); /* the CPU time of the thread that calls is no
 /* contents.c: what copies carry, of a sample. `due`: whether the copy that has just returned is to be looked at. */
 void kvp_contents_start(void);
 void kvp_contents_stop(void);
-void kvp_contents_look(const kvp_record *record);
+struct kvp_pieces;
+static inline int kvp_is_batch(const kvp_record *r) {
+    return r->call == KVP_CALL_cudaMemcpyBatchAsync || r->call == KVP_CALL_cuMemcpyBatchAsync;
+}
+void kvp_contents_look(const kvp_record *record, const struct kvp_pieces *batch); /* `batch`: read where it is one */
 static inline int kvp_contents_due(const kvp_record *r) {
     if (r->start_ns < atomic_load_explicit(&kvp_watch.contents_from_ns, memory_order_relaxed)) return 0;
     uint64_t place = (r->direction & 15) == KVP_D2H ? r->dst : r->src;

@@ -154,12 +154,9 @@ static void publish(struct job *first, uint64_t stream) {
 static int is_plain(unsigned call) {
     return call != 2 && call != 8 && call != 30 && call != 31 && call != 41 && call != KVP_CALL_cudaMemcpy2D;
 }
-static int is_batch(unsigned call) {
-    return call == KVP_CALL_cudaMemcpyBatchAsync || call == KVP_CALL_cuMemcpyBatchAsync;
-}
 
 static struct kvp_pieces pieces_of(const kvp_record *r, const struct kvp_pieces *batch, uint64_t one[3]) {
-    if (is_batch(r->call)) return *batch;
+    if (kvp_is_batch(r)) return *batch;
     one[0] = r->dst, one[1] = r->src, one[2] = r->bytes;
     return (struct kvp_pieces){(void *const *)&one[0], (void *const *)&one[1], (const size_t *)&one[2], 1,
                                r->call == KVP_CALL_cudaMemcpyWithAttributesAsync && batch->taken};
@@ -221,7 +218,7 @@ void kvp_witness_before(const kvp_record *r, const struct kvp_pieces *batch) {
         return;
     }
     int loads = direction == KVP_H2D || direction == KVP_DIR_UNKNOWN;
-    if (direction != KVP_H2D || is_batch(r->call))
+    if (direction != KVP_H2D || kvp_is_batch(r))
         for (size_t i = 0; i < of.count; i++)
             if (of.sizes[i]) kvp_pages_written((uintptr_t)of.dsts[i], of.sizes[i], r->stream);
     if (loads && atomic_load(&left_ns) > 0 && kvp_known_memory(r->src) != KVP_MEM_PAGEABLE && may_look(&context))

@@ -347,7 +347,7 @@ static KVP_RARE uint64_t mark_before(kvp_record r, int timed) {
 static KVP_RARE void mark_after(kvp_record r) { kvp_mark_after(&r); }
 static KVP_RARE void pages_before(kvp_record r) { kvp_pages_before(&r); }
 static KVP_RARE void pages_after(kvp_record r) { kvp_pages_after(&r); }
-static KVP_RARE void look_at_contents(kvp_record r) { kvp_contents_look(&r); }
+static KVP_RARE void look_at_contents(kvp_record r) { kvp_contents_look(&r, &batch); }
 static __attribute__((noinline)) void write_totals(kvp_record r) { kvp_ring_write(&r, KVP_KEEP_SEVERAL); }
 
 /* A plain copy (is_plain) is one of which none of what few calls ask is asked; all the rest is a call's as any other's.

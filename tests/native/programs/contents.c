@@ -1,24 +1,44 @@
-/* Copies one block again and again: "same", "rewritten" before each copy, or "failing". */
+/* Copies one block again and again: "same", "rewritten" before each copy, or "failing"; "batch": in parts, by one call,
+ * "rewritten-batch": whose last part is another each time. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 extern int cudaMemcpyAsync(void *, const void *, size_t, int, void *), cudaMalloc(void **, size_t);
-extern int cudaHostAlloc(void **, size_t, unsigned), cudaStreamSynchronize(void *);
+extern int cudaHostAlloc(void **, size_t, unsigned), cudaStreamSynchronize(void *), cudaStreamCreate(void **);
+extern int cudaMemcpyBatchAsync(void **, void **, size_t *, size_t, void *, size_t *, size_t, void *);
 
-enum { SIZE = 1 << 20, TIMES = 200 };
+enum { SIZE = 1 << 20, TIMES = 200, PARTS = 40 };
+
+/* Orders, locations and flags of every copy: to the device. */
+static int to_device[6] = {1, 2, 0, 1, 0, 0};
+
+static int in_parts(uint8_t *device, uint8_t *host, void *stream) {
+    void *dsts[PARTS], *srcs[PARTS];
+    size_t sizes[PARTS], first = 0;
+    for (size_t i = 0; i < PARTS; i++) {
+        size_t at = (i * 7 % PARTS) * (SIZE / PARTS);
+        dsts[i] = device + at, srcs[i] = host + at, sizes[i] = SIZE / PARTS;
+    }
+    return cudaMemcpyBatchAsync(dsts, srcs, sizes, PARTS, to_device, &first, 1, stream);
+}
 
 int main(int argc, char **argv) {
     const char *how = argc > 1 ? argv[1] : "same";
-    void *device, *host;
+    void *device, *host, *stream = NULL; /* no batch goes to the default stream */
+    if (strstr(how, "batch") && cudaStreamCreate(&stream)) return 1;
     if (cudaMalloc(&device, SIZE) || cudaHostAlloc(&host, SIZE, 0)) return 1;
     for (size_t i = 0; i < SIZE; i++) ((uint8_t *)host)[i] = (uint8_t)(i * 31 >> 3);
     int failed = 0;
     for (int i = 0; i < TIMES; i++) {
         if (!strcmp(how, "rewritten")) *(uint32_t *)host = (uint32_t)i;
-        failed += cudaMemcpyAsync(device, host, SIZE, strcmp(how, "failing") ? 1 : 9, NULL) != 0;
-        cudaStreamSynchronize(NULL);
+        if (!strcmp(how, "rewritten-batch")) memset((uint8_t *)host + SIZE / 2, i, SIZE / 2);
+        if (strstr(how, "batch"))
+            failed += in_parts(device, host, stream) != 0;
+        else
+            failed += cudaMemcpyAsync(device, host, SIZE, strcmp(how, "failing") ? 1 : 9, NULL) != 0;
+        cudaStreamSynchronize(stream);
     }
     uint64_t sum = 0;
     for (size_t i = 0; i < SIZE / 8; i++) sum = sum * 31 + ((uint64_t *)host)[i];
