@@ -549,6 +549,17 @@ def test_a_stretch_costs_no_marks_in_idle_streams(libraries: Path, tmp_path: Pat
     assert len(few) == len(many) and many.tolist() == pytest.approx(few.tolist(), rel=0.05)
 
 
+def test_a_stretch_is_as_long_whatever_came_before_it_was_costly(libraries: Path, tmp_path: Path) -> None:
+    """The first one begins with the process: a second in which nothing is submitted says nothing of what marks cost."""
+    late = "d.launch(500)\nd.sync(d.compute)\nd.check(d.lib.kvhostAdvance(ct.c_uint64(now() + 1_000_000_000)))\n"
+    length = []
+    for name, first in (("at once", ""), ("late", late)):
+        (tmp_path / name).mkdir()
+        body = TURNS.replace("IDLE", "0").replace("others =", first + "others =", 1)
+        length.append(lengths(recorded(libraries, tmp_path / name, body))[0])
+    assert length[1] == pytest.approx(length[0], rel=0.1)
+
+
 STEPPED = """
 import ctypes as ct
 now = d.lib.kvhostNow
@@ -609,3 +620,23 @@ kernels(now() + 20_000_000)
     behind = start > 700_000_000
     assert behind.sum() > 100
     assert took[behind][20:] == pytest.approx(20_000, abs=3_000)
+
+
+def test_how_long_a_kernel_takes_is_known_where_the_next_call_comes_much_later(libraries: Path, tmp_path: Path) -> None:
+    """An operator waits for its input, runs for 1 us, and the next comes 8 us later: in between nothing runs."""
+    body = """
+import ctypes as ct
+now = d.lib.kvhostNow
+now.restype = ct.c_uint64
+other = d.copies[0]
+d.record(0, other)
+for operator in range(900):
+    d.check(d.lib.cudaStreamWaitEvent(d.compute, d.events[0], 0))
+    d.launch(1_000)
+    d.check(d.lib.kvhostAdvance(ct.c_uint64(now() + 8_000)))
+d.sync(d.compute)
+"""
+    spans = recorded(libraries, tmp_path, body).spans
+    kernels = spans["engine"] == Engine.KERNEL
+    assert int(spans["count"][kernels].sum()) >= 900
+    assert int((spans["end_ns"] - spans["start_ns"])[kernels].sum()) < 900 * 3_000

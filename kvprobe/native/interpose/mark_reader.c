@@ -56,6 +56,8 @@ static double saved, later_ns = MARK_LATER_NS;
 static uint64_t resumed_ns, whole_ns;           /* when this stretch began, and was known of all streams; 0: not yet */
 static int64_t resumed_with_ns = MARK_FIRST_NS; /* what it might cost then */
 static uint64_t stretch_ns = MARK_STRETCH_NS;   /* how long it is at least */
+static uint64_t half_ns;                        /* when half of what it might cost was spent; 0: not yet */
+static int64_t half_left_ns;                    /* what was left then */
 static _Atomic int beside;                      /* 1: something went past marks while a stream was captured */
 /* ---- the pool ------------------------------------------------------------------------------------------------ */
 
@@ -284,10 +286,12 @@ static enum outcome read_stream(struct mark_context *c, struct mark_stream *s) {
 /* ---- stretches ----------------------------------------------------------------------------------------------- */
 
 /* Many short stretches tell more than a few long ones. The next one gets as long as what is saved up for it lasts, by
- * what this one cost: its length is not to depend on what it holds itself. */
+ * what this one cost: its length is not to depend on what it holds itself. What its first half was spent on may be
+ * another part of the program: the first stretch begins with the process. */
 static void choose_length(uint64_t now) {
-    double spent = (double)(get(resumed_with_ns) - atomic_load(&kvp_mark_left_ns));
-    uint64_t since = get(resumed_ns) ? get(resumed_ns) : get(born_ns), most = MARK_STRETCH_NS, least = MARK_SHORTEST_NS;
+    uint64_t half = get(half_ns), since = half ? half : get(resumed_ns) ? get(resumed_ns) : get(born_ns);
+    double spent = (double)((half ? get(half_left_ns) : get(resumed_with_ns)) - atomic_load(&kvp_mark_left_ns));
+    uint64_t most = MARK_STRETCH_NS, least = MARK_SHORTEST_NS;
     double next = (double)(now - since) * MARK_SAVED_NS / (spent > 1 ? spent : 1);
     put(stretch_ns, next < (double)least ? least : next < (double)most ? (uint64_t)next : most);
 }
@@ -332,6 +336,7 @@ static void resume(uint64_t now) {
     resumed++;
     put(resumed_ns, now);
     put(resumed_with_ns, atomic_load(&kvp_mark_left_ns));
+    put(half_ns, 0);
     whole_ns = 0;
     for (int i = 0; i < MARK_STREAMS; i++) {
         struct mark_stream *s = &kvp_mark_streams[i];
@@ -457,6 +462,11 @@ void kvp_mark_step(int closing) {
     kvp_device_looks_read();
     if (kvp_mark_synchronous && !closing) kvp_device_looks_prepare(&kvp_mark_contexts[0]);
     refill(now);
+    int64_t left = atomic_load(&kvp_mark_left_ns);
+    if (!half_ns && left <= get(resumed_with_ns) / 2) {
+        put(half_left_ns, left);
+        put(half_ns, now);
+    }
     if (!paused_ns && atomic_load(&kvp_mark_left_ns) <= 0 && is_long_enough(now)) kvp_mark_pause(REASON_BUDGET);
     if (paused_ns && !stopping && !closing && !kvp_watch.captures && !held && kvp_watch.on &&
         atomic_load(&why_paused) != REASON_ERROR && atomic_load(&kvp_mark_left_ns) >= MARK_SAVED_NS &&

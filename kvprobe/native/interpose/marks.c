@@ -5,6 +5,9 @@
  * thread of ours where nothing was submitted for a while (mark_reader.c). A run of a thousand copies costs one or two
  * records, and a few in its middle that tell whether the device keeps pace with the host (`MARK_SAMPLE`).
  *
+ * Where runs are of one submission, the mark stands right behind each, at no more cost: in front of the next one it
+ * would be reached when that comes, and not when the device was done.
+ *
  * A run begins when the mark before it was reached, or when its first submission returned, whichever is later; it ends
  * at its own mark. So an idle stream needs no mark in front of a run.
  *
@@ -332,7 +335,7 @@ static __attribute__((noinline)) struct mark_stream *add_stream(uint64_t key, ui
             put(s->after, 0);
             put(s->ordered, 0);
             put(s->next_sample, 8);
-            s->ran = s->sampled = s->turns = 0;
+            s->ran = s->sampled = s->turns = s->lone = 0;
             s->handle = (void *)(uintptr_t)(handle == 1 ? 0 : handle);
             put(s->settled, atomic_load(&s->ended));
             s->per_thread = handle == 2, s->legacy = handle < 2;
@@ -431,6 +434,8 @@ static int goes_on(struct mark_stream *s, const kvp_record *r, uint8_t kind, uin
         put(s->bytes, 0); /* what memsets write crosses no link */
     }
     if (kind != stands || (kind == MARK_GRAPH && (uint32_t)r->src != s->graph)) {
+        int is_lone = get(s->count) == 1 && !(is_copy(stands) && is_copy(kind)); /* those may take turns */
+        if (stands < MARK_WAIT) s->lone = is_lone ? s->lone + (s->lone < MARK_LONE) : 0;
         if (!takes_turns(s, stands, kind, r->bytes) && has_room_between(s) && kvp_mark_place(s, unseen(s, now))) {
             if (s->turns == MARK_TURNS) s->turns -= 3; /* the next ones get a mark each: how long is one of them? */
             return 1;
@@ -454,7 +459,8 @@ static int goes_on(struct mark_stream *s, const kvp_record *r, uint8_t kind, uin
 /* Where a mark is the newest in the stream. 1: time has passed. */
 static int begins(struct mark_stream *s, uint8_t kind, uint64_t gap, uint64_t now) {
     uint8_t gappy = get(s->gappy);
-    if (kind != s->ran || gap >= MARK_GAP_NS) /* behind a sample it goes on */
+    if (kind == s->ran && kind < MARK_WAIT) s->lone = 0; /* its run is longer than was taken */
+    if (kind != s->ran || gap >= MARK_GAP_NS)            /* behind a sample it goes on */
         put(s->next_sample, 8), s->sampled = 0;
     if (gap >= MARK_GAP_NS && gappy < 16 && kind != MARK_MEMSET && has_caught_up(s))
         put(s->gappy, 16);
@@ -495,7 +501,7 @@ static __attribute__((noinline)) int changes(struct mark_stream *s, const kvp_re
     if (kind == MARK_GRAPH) s->graph = (uint32_t)r->src;
     put(s->count, get(s->count) + 1);
     if (kind != MARK_MEMSET || get(s->kind) == MARK_MEMSET) put(s->bytes, get(s->bytes) + r->bytes);
-    if (kind >= MARK_WAIT || get(s->gappy)) put(s->after, get(s->after) | 128);
+    if (kind >= MARK_WAIT || get(s->gappy) || s->lone == MARK_LONE) put(s->after, get(s->after) | 128);
     kvp_mark_release(s);
     return placed;
 }

@@ -49,6 +49,7 @@ extern int kvp_marks_asked;     /* by name: then on the embedded host runtime, t
 #define MARK_USUAL_NS 2000       /* all together, in simulated time */
 #define MARK_GAP_NS 10000u       /* from one submission to the next: the stream may have run dry meanwhile */
 #define MARK_FEW 16              /* marks that may stand in a stream with twice MARK_BUSY_LIMIT submissions */
+#define MARK_LONE 4              /* runs of one submission in a row: the next one's mark is put right behind it */
 #define MARK_TURNS 8             /* copies that take turns so often are one run, of MARK_TURNS_RUN */
 #define MARK_TURNS_RUN 64
 #define MARK_TURNS_BYTES (128 << 10) /* of one; those that are larger take much longer than a mark */
@@ -140,6 +141,7 @@ struct mark_stream {
     uint64_t loose_ns;
     struct mark_parts parts; /* of a run that is MARK_MIXED */
     uint8_t newest;          /* of that: what came last but memsets */
+    uint8_t lone;            /* how many runs in a row were of one submission: from MARK_LONE on the next is taken so */
     uint8_t turns;           /* how often in a row a copy or two of one kind were followed by one of another */
     struct mark_span held;   /* a part of a run that waits for its sample; count 0: none */
 } __attribute__((aligned(64)));
