@@ -16,9 +16,9 @@ these waits:
    done, and then stores.
 
 If a thread launches nothing, it may store blocks of earlier steps, or counters that no kernel writes, which begin under
-a kernel by chance. So kvprobe counts the thread's stores only if at least nine of ten of its bursts began under an older
-kernel, and if so few of the others are not chance: the GPU was without a kernel for so long that four times as many
-bursts would have begun then, and at least three.
+a kernel by chance. So kvprobe counts the thread's stores only if at least nine of ten of its bursts began under an
+older kernel, and if so few of the others are not chance: the GPU was without a kernel for so long that four times as
+many bursts would have begun then, and at least three.
 
 If the recording does not tell which streams wait, kvprobe says nothing. Recordings do not say which event a stream
 waits for or which addresses kernels write. So kvprobe cannot tell whether bytes were really wrong: the finding is

@@ -50,7 +50,7 @@ def test_looks_tell_bytes_that_are_the_same_from_bytes_that_were_rewritten(
 def test_looks_at_batches_tell_bytes_that_are_the_same_from_those_that_were_rewritten(
     program: Path, libraries: Path, tmp_path: Path
 ) -> None:
-    """Sixteen of forty copies are looked at, spread over the batch: the first copy alone would be the same each time."""
+    """Sixteen of forty copies are looked at, spread over the batch: the first one would be the same each time."""
     hashes = {}
     for how in ("batch", "rewritten-batch"):
         folder = tmp_path / how
