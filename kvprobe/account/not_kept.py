@@ -7,7 +7,8 @@ are kept in any case: these have lines of their own.
 
 The error is by resampling: so many pieces of the later time as there are, drawn anew, tell the lines again. The sums
 tell whether the time before was like it: by so much as the time inside lost calls, by kind, is not what the later rate
-makes of it, the lines may be wrong, too. Where that is more than MOST of the window, nothing is filled.
+makes of it, the lines may be wrong, too; lost calls before the window began are among them, and their time with them.
+Where that is more than MOST of the window, nothing is filled.
 """
 
 from __future__ import annotations
@@ -83,14 +84,19 @@ def _error(shares: Array) -> float:
 
 
 def _unlike(threads: Threads, caller: int, kept: int, begin: int) -> float:
-    """Part of a thread's time before its calls were kept that went elsewhere than afterwards, by the sums."""
+    """Part of a thread's time before its calls were kept that went elsewhere than afterwards, by the sums.
+
+    These are of all lost calls, those before `begin` too: from when the recording knows of the thread or its GPU.
+    """
     joined = threads.joined
-    calls, totals = joined.recording.calls, joined.recording.totals
+    calls, totals, coverage = joined.recording.calls, joined.recording.totals, joined.recording.coverage
     mine = np.flatnonzero((joined.caller == caller) & ~joined.nested)
     process, thread = int(joined.process[mine[0]]), int(joined.thread[mine[0]])
     own = (totals["process"] == process) & (totals["thread"] == thread)
     took, later = joined.end - joined.start, calls["start_ns"] >= kept
-    off, rest, until = 0.0, kept - begin, int(joined.end[mine].max())
+    marked = coverage["start_ns"][coverage["process"] == process]
+    since = min(begin, int(joined.start[mine].min()), int(marked.min(initial=begin)))
+    off, rest, until = 0.0, kept - since, int(joined.end[mine].max())
     for kind in TIMED:
         some = mine[joined.kind[mine] == kind]
         lost = int(totals["dur_ns"][own & (totals["kind"] == kind)].sum()) - int(took[some].sum())

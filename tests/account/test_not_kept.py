@@ -39,8 +39,10 @@ class Program:
             at += kernel + int(chance.uniform(20, 60) * US)
         self.end = at
 
-    def account(self, kept_from: int = 0, counted: float = 0.0, seen: tuple[int, int] = (0, STEPS - 1)) -> GpuAccount:
-        """As it was recorded where only slow calls before step `kept_from` were kept; over all of it.
+    def account(
+        self, kept_from: int = 0, counted: float = 0.0, seen: tuple[int, int] = (0, STEPS - 1), begin: int = 0
+    ) -> GpuAccount:
+        """As it was recorded where only slow calls before step `kept_from` were kept; from step `begin` on.
 
         `counted`: kernels are known by counts, and so much of them may be wrong. `seen`: from which step to which.
         """
@@ -78,7 +80,7 @@ class Program:
         recording.tables["streams"] = Table("streams", {"process": [0], "handle": [7]})
         recording.tables["processes"] = Table("processes", {"pid": [1]})
         recording.lost = {0: len(every) - len(calls)} if kept_from else {}
-        recording.window = ServingWindow(self.end, np.zeros(1, dtype=np.int64), "given by --from", 0, True)
+        recording.window = ServingWindow(self.end, every[begin * 41, :1], "given by --from", 0, True)
         account = account_of(Joined(recording))
         assert not kept_from or account.threads[0].from_ns == first
         (gpu,) = account.gpus
@@ -97,6 +99,15 @@ def test_time_in_calls_that_were_not_kept_is_not_said_to_be_the_threads_own(seed
     assert " by later calls, ± " in submitting
     told = gpu.to_json()
     assert told["by_samples_ns"] > 0.3 * gpu.window_ns and told["by_samples_error_ns"] < MOST * gpu.window_ns
+
+
+def test_lost_calls_before_the_window_are_no_reason_to_doubt() -> None:
+    """The sums hold the lost calls of 400 steps, and the window the last 200 of them."""
+    program = Program(8)
+    truth, gpu = program.account(begin=200), program.account(kept_from=400, begin=200)
+    assert truth.share(Line.SUBMITTING) > 0.2
+    for line in Line:
+        assert gpu.share(line) == pytest.approx(truth.share(line), abs=0.02), line
 
 
 def test_it_stays_unknown_where_its_error_and_that_of_counts_are_too_large_together() -> None:
