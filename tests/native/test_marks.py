@@ -640,3 +640,29 @@ d.sync(d.compute)
     kernels = spans["engine"] == Engine.KERNEL
     assert int(spans["count"][kernels].sum()) >= 900
     assert int((spans["end_ns"] - spans["start_ns"])[kernels].sum()) < 900 * 3_000
+
+
+def test_the_clocks_are_placed_where_the_device_is_never_idle(libraries: Path, tmp_path: Path) -> None:
+    """Steps are launched two ahead, and what an idle stream is given waits for the engine: no mark is reached soon.
+
+    A mark that was asked and not over was not reached until then.
+    """
+    body = """
+import ctypes as ct
+now = d.lib.kvhostNow
+now.restype = ct.c_uint64
+monitor = d.copies[0]
+for step in range(200):
+    for _ in range(5):
+        d.launch(1_000_000)
+    d.copy(d.host, d.device, 512, 2, d.compute)
+    d.record(step % 4, d.compute)
+    if step % 3 == 2:
+        d.copy(d.host + 4096, d.device + 4096, 4096, 2, monitor)
+    if step > 1:
+        d.sync_event((step - 2) % 4)
+    d.check(d.lib.kvhostAdvance(ct.c_uint64(now() + 10_000)))
+d.synchronize()
+"""
+    recording = recorded(libraries, tmp_path, body, CUDA_DEVICE_MAX_CONNECTIONS="1")
+    assert sum(busy(recording, Engine.KERNEL)) == pytest.approx(200 * 5_000_000, rel=0.02)

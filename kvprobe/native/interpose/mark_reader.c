@@ -4,9 +4,10 @@
  * The two clocks. No mark is reached before the call that records it, so the host's clock minus the device's is at
  * least the largest difference (beginning of the call, time of the mark) there is; a mark in an idle stream comes near
  * to it (MARK_PROBE). What a record takes its caller is added: then a mark in an idle stream lies at its call's return,
- * and so does the beginning of what is submitted to one. Nothing has to be synchronised, nor a stream of our own to be
- * made, which would take a channel. Either clock may step: what was largest long ago, or before a pause, is not kept,
- * or all that ends seems to end so much later.
+ * and so does the beginning of what is submitted to one. Nor was it reached when it was asked and not over (ASKED_NS
+ * before that, as an answer may be late): where the device is never idle, that comes near to it. Nothing has to be
+ * synchronised, nor a stream of our own to be made, which would take a channel. Either clock may step: what was largest
+ * long ago, or before a pause, is not kept, or all that ends seems to end so much later.
  *
  * In simulated time (the host runtime's) there is no thread: the program's own waits read, so that a history stays the
  * same on every machine. */
@@ -28,6 +29,7 @@
 #define WHILE_NS 200000000u /* after it clocks may have drifted apart */
 #define SOON_NS 50000000u   /* the same where PROBES were read: by 16 us within 25 ms, as was seen beside an H100 */
 #define PROBES 4
+#define ASKED_NS 20000u
 #define DRY_NS 1500u /* a mark that was reached so soon found its stream idle */
 #define RELATIVE_NS                                                                                                    \
     1500e6                   /* from here on a float of milliseconds is too coarse: another mark becomes the reference \
@@ -163,6 +165,8 @@ static void place_clock(struct mark_context *c, const struct mark *m, double t) 
     if (!c->call_ns) c->call_ns = took < 1500 ? took : 1500;
     c->call_ns += (took < 2 * c->call_ns ? took - c->call_ns : c->call_ns) / 16;
     difference += c->call_ns;
+    double asked = m->asked_ns ? (double)(m->asked_ns - ASKED_NS) - t : difference;
+    if (asked > difference) difference = asked;
     int probes = m->flags & MARK_PROBE && took <= 2 * c->call_ns; /* its caller kept its CPU */
     if (probes && c->anew) {
         c->offset_ns = difference;
@@ -245,17 +249,19 @@ enum outcome { READ, FAILED, LOCK_LOST };
  * mark may be somebody else's. In simulated time the caller is the program itself. */
 static enum outcome ask(struct mark_context *c, struct mark_stream *s, int *state, double *t) {
     struct mark *m = s->head;
-    uint64_t entry_ns = m->entry_ns;
+    uint64_t entry_ns = m->entry_ns, now = kvp_clock();
     int lets_go = !kvp_mark_synchronous, tries = 0;
     if (lets_go) kvp_mark_release(s);
     *state = kvp_mark_driver.cuEventQuery(m->event);
     *t = *state ? -1 : time_of(c, m);
-    if (!lets_go) return READ;
-    while (!kvp_mark_try(s)) {
+    while (lets_go && !kvp_mark_try(s)) {
         if (++tries == LOCK_TRIES) return LOCK_LOST;
         kvp_mark_relax();
     }
-    if (s->head == m && m->entry_ns == entry_ns) return READ;
+    if (s->head == m && m->entry_ns == entry_ns) {
+        if (*state == MARK_NOT_READY) m->asked_ns = now;
+        return READ;
+    }
     kvp_mark_release(s);
     return LOCK_LOST;
 }

@@ -198,6 +198,7 @@ int kvp_mark_place(struct mark_stream *s, int flags) {
     m->first_ns = get(s->first_ns);
     m->last_ns = busy_ns;
     m->given_ns = last_ns;
+    m->asked_ns = 0;
     m->bytes = get(s->bytes);
     m->count = get(s->count);
     m->graph = s->graph;

@@ -97,6 +97,7 @@ struct mark {
     uint8_t kind, flags;
     struct mark_parts parts; /* MARK_MIXED */
     uint64_t given_ns;       /* host: the newest submission in front of it */
+    uint64_t asked_ns;       /* host: when it was asked and not over; 0: never */
 };
 
 /* A run of submissions of one kind that is over, as it goes into the ring; the last of them is in front of a mark. */
