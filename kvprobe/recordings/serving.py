@@ -326,14 +326,16 @@ def _pauses(recording: Recording, process: int, last: int) -> tuple[Array, Array
 
 
 def _work(recording: Recording, process: int) -> tuple[Array, Array]:
-    """When a process submitted, and how much: by its calls, or, where not all of these were kept, by its spans."""
-    spans = recording.spans
-    if recording.lost.get(process):
-        rows = in_time(np.flatnonzero(spans["process"] == process), spans["start_ns"])
-        return spans["start_ns"][rows], spans["count"][rows]
-    calls = recording.calls
-    mine = among(calls["kind"], SUBMITTING) & (calls["process"] == process)
-    made = ascending(calls["start_ns"][mine])
+    """When a process submitted, and how much: by its calls, or by its spans where not all calls were kept.
+
+    `kvprobe run` keeps of launches only those that took long.
+    """
+    calls, spans = recording.calls, recording.spans
+    made = ascending(calls["start_ns"][among(calls["kind"], SUBMITTING) & (calls["process"] == process)])
+    rows = in_time(np.flatnonzero(spans["process"] == process), spans["start_ns"])
+    counts = spans["count"][rows]
+    if recording.lost.get(process) or int(counts.sum()) > len(made):
+        return spans["start_ns"][rows], counts
     return made, np.ones(len(made), dtype=np.int64)
 
 

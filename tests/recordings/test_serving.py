@@ -370,6 +370,17 @@ def test_of_little_work_so_much_may_come_before_a_pause(before, cut):
     assert serving_window(r).start_ns == (until if cut else 50 * MS)
 
 
+def test_launches_that_were_not_kept_are_work_all_the_same():
+    """Five copies before the pause, four behind it, and a kernel of each millisecond."""
+    r, until = paused(before=5, pause_ms=900, behind=(4,))
+    assert serving_window(r).start_ns == 50 * MS
+    start = until + np.arange(100) * MS
+    r.tables["spans"] = Table(
+        "spans", {"start_ns": start, "end_ns": start + 900_000, "process": 0 * start, "count": 0 * start + 1}
+    )
+    assert serving_window(r).start_ns == until
+
+
 def test_what_the_device_does_is_no_pause():
     r, until = paused(before=25, pause_ms=900)
     zero = np.zeros(1, int)
