@@ -41,6 +41,7 @@
 #define FIRST_NS 1e12   /* the first mark that is read, on the device's clock: another stream's may be older */
 #define FILL_EVENTS 256 /* at a time: 2 us each, and marks want to be read */
 #define READ_TICKS 4    /* each question takes locks that the program's submissions want */
+#define READ_AT_ONCE 32
 #define LOCK_TRIES 1000 /* some microseconds: whoever has it longer is in the driver */
 #define RELAXED 2
 #define HELPER_TRIES 10000 /* of 0.1 ms, that an exit waits for the helper to leave */
@@ -266,9 +267,13 @@ static enum outcome ask(struct mark_context *c, struct mark_stream *s, int *stat
     return LOCK_LOST;
 }
 
-/* Reads the stream's marks that are over, in order; its lock is held. */
-static enum outcome read_stream(struct mark_context *c, struct mark_stream *s) {
-    while (s->head) {
+static void heed_budget(uint64_t now);
+
+/* Reads the stream's marks that are over and were made by `now`, in order; its lock is held. A program may go on making
+ * them as fast as they are read: the next look is for those, and what they cost is looked at meanwhile. */
+static enum outcome read_stream(struct mark_context *c, struct mark_stream *s, uint64_t now) {
+    for (unsigned count = 1; s->head && s->head->entry_ns <= now; count++) {
+        if (count % READ_AT_ONCE == 0) heed_budget(kvp_clock());
         struct mark *m = s->head;
         int state;
         double t;
@@ -372,6 +377,16 @@ static int is_long_enough(uint64_t now) {
     return now - whole_ns >= (least > get(stretch_ns) ? least : get(stretch_ns));
 }
 
+/* What marks cost ends a stretch. */
+static void heed_budget(uint64_t now) {
+    int64_t left = atomic_load(&kvp_mark_left_ns);
+    if (!half_ns && left <= get(resumed_with_ns) / 2) {
+        put(half_left_ns, left);
+        put(half_ns, now);
+    }
+    if (!paused_ns && left <= 0 && is_long_enough(now)) kvp_mark_pause(REASON_BUDGET);
+}
+
 /* ---- a look at everything ------------------------------------------------------------------------------------ */
 
 void kvp_mark_settle(struct mark_stream *s, uint32_t ended) {
@@ -429,7 +444,7 @@ static void look(int number, uint64_t now, int reads, int closing) {
             to = 0;
             continue;
         }
-        enum outcome outcome = reads ? read_stream(c, s) : READ;
+        enum outcome outcome = reads ? read_stream(c, s, now) : READ;
         if (outcome == LOCK_LOST) {
             to = 0;
             continue;
@@ -468,12 +483,7 @@ void kvp_mark_step(int closing) {
     kvp_device_looks_read();
     if (kvp_mark_synchronous && !closing) kvp_device_looks_prepare(&kvp_mark_contexts[0]);
     refill(now);
-    int64_t left = atomic_load(&kvp_mark_left_ns);
-    if (!half_ns && left <= get(resumed_with_ns) / 2) {
-        put(half_left_ns, left);
-        put(half_ns, now);
-    }
-    if (!paused_ns && atomic_load(&kvp_mark_left_ns) <= 0 && is_long_enough(now)) kvp_mark_pause(REASON_BUDGET);
+    heed_budget(now);
     if (paused_ns && !stopping && !closing && !kvp_watch.captures && !held && kvp_watch.on &&
         atomic_load(&why_paused) != REASON_ERROR && atomic_load(&kvp_mark_left_ns) >= MARK_SAVED_NS &&
         now - paused_ns > 2 * TICK_NS)
