@@ -851,6 +851,7 @@ import served_shapes  # noqa: E402, F401
 import seventh_shapes  # noqa: E402, F401
 import sixth_shapes  # noqa: E402, F401
 import tenth_shapes  # noqa: E402, F401
+import thirteenth_shapes  # noqa: E402, F401
 import twelfth_shapes  # noqa: E402, F401
 import unseen_shapes  # noqa: E402, F401
 

@@ -141,6 +141,7 @@ fresh, blind_program, unseen = series("fresh"), series("blind"), series("unseen"
 served, sixth = series("served", 0.8), series("sixth", 0.8)
 seventh, eighth, ninth = series("seventh", 0.95), series("eighth", 0.95), series("ninth", 0.96)
 tenth, eleventh, twelfth = series("tenth", 0.95), series("eleventh", 0.95), series("twelfth", 0.95)
+thirteenth = series("thirteenth", 0.95)
 
 
 def plain(account: dict[str, float], line: str, or_lines: tuple[str, ...] = (), calm_share: float = 0.8) -> None:

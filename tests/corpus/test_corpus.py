@@ -25,6 +25,7 @@ from served_shapes import SERVED
 from seventh_shapes import SEVENTH
 from sixth_shapes import SIXTH
 from tenth_shapes import TENTH
+from thirteenth_shapes import THIRTEENTH
 from twelfth_shapes import TWELFTH
 from unseen_shapes import UNSEEN
 
@@ -57,6 +58,7 @@ SERIES = {
     "tenth": (TENTH, 24, 9),
     "eleventh": (ELEVENTH, 24, 9),
     "twelfth": (TWELFTH, 24, 9),
+    "thirteenth": (THIRTEENTH, 24, 9),
 }
 # Causes whose programs run on a GPU alone, or by what they do to a machine that others use; each has tests elsewhere.
 RECORDED_ELSEWHERE = {"cpu_starved", "failed_calls", "unmerged_neighbours"}
