@@ -14,12 +14,12 @@ no kernel of the process runs, because nothing waits for a store that runs besid
 machine's figure if the recording has one. Otherwise kvprobe takes the rate of the largest copies in the recording.
 
 If there are only small copies, there are three cases:
- - If the largest size is at least four times the smallest, kvprobe compares the two: the additional bytes, divided by
-   the additional time, are the rate.
- - If the sizes are more alike and half of the copies take less than 6 µs, kvprobe assumes what the GPU's link carries
-   (55 GB/s for PCIe 5.0 x16). The finding is then only likely.
- - If the sizes are more alike and most of the copies take longer than 6 µs, the rate stays unknown: a slow link could
-   be the reason. kvprobe then reports no finding about these copies.
+ - If the largest size is at least 32 KiB and four times the smallest, kvprobe compares the two: the additional bytes,
+   divided by the additional time, are the rate.
+ - If the sizes are more alike, or smaller, and half of the copies take less than 6 µs, kvprobe assumes what the GPU's
+   link carries (55 GB/s for PCIe 5.0 x16). The finding is then only likely.
+ - If in these cases most of the copies take longer than 6 µs, the rate stays unknown: a slow link could be the reason.
+   kvprobe then reports no finding about these copies.
 
 Predicted saving: if the recording has addresses, joining neighbours saves the extra time of every copy that begins
 where the copy before it ends, at the source and at the destination. If the recording has no addresses or no neighbours,
@@ -45,6 +45,7 @@ OF_EXECUTIONS = True  # told by what the device executed: without it, not looked
 SMALL_BYTES, MANY = 64 << 10, 256
 FIXED_NS = 6_000
 ALIKE = 16  # copies of one size, to know what such a copy takes
+TELLING_BYTES = 32 << 10  # smaller ones take longer by steps of their fixed cost: 512 B 1.0 us, 8 KiB 2.8 (H200)
 BATCH_GAIN = 1 - 1 / 2.6
 
 
@@ -86,7 +87,7 @@ def _rate_of_sizes(joined: JoinedRecording, direction: Direction) -> tuple[float
     )
     sizes, counts = np.unique(table["bytes"][rows], return_counts=True)
     sizes = sizes[counts >= ALIKE]
-    if not len(sizes) or sizes[-1] < 4 * sizes[0]:
+    if not len(sizes) or sizes[-1] < max(4 * sizes[0], TELLING_BYTES):
         return 0.0, ""
     low, high = (float(np.median(joined.x_dur[rows[table["bytes"][rows] == size]])) for size in (sizes[0], sizes[-1]))
     rate = float(sizes[-1] - sizes[0]) / (high - low) * 1e9 if high > low else 0.0
