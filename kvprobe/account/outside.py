@@ -9,13 +9,15 @@ from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import Array, Recording
 
-__all__ = ["asked_for_nothing", "waits_for_others"]
+__all__ = ["asked_for_nothing", "slept_alone", "waits_for_others"]
 
 _FROM_OUTSIDE = frozenset(
     [f"recv{kind}" for kind in ("", "from", "msg", "mmsg")]
     + ["accept", "accept4", "poll", "ppoll", "select", "pselect"]
     + [f"epoll_{kind}" for kind in ("wait", "pwait", "pwait2")]
 )
+
+_FOR_A_DISK = frozenset(("fsync", "fdatasync", "msync", "sync", "syncfs"))
 
 
 def _received(recording: Recording, process: int, thread: int) -> Array:
@@ -42,6 +44,15 @@ def asked_for_nothing(recording: Recording, process: int, thread: int) -> tuple[
     else:
         worked = _others_awake(recording, process, thread, start, end)
     return start[~worked], end[~worked]
+
+
+def slept_alone(recording: Recording, process: int, thread: int, start: Array, end: Array) -> Array:
+    """Mask over pauses of a thread, ns: it slept for most of each, waiting for no disk, and no other was awake."""
+    slept = recording.os_calls
+    disk = among(slept["name"], [i for i, name in enumerate(recording.names) if name in _FOR_A_DISK])
+    mine = (slept["process"] == process) & (slept["thread"] == thread) & ~disk
+    asleep = Cover(slept["start_ns"][mine], slept["end_ns"][mine]).within(start, end)
+    return np.asarray((2 * asleep > end - start) & ~_others_awake(recording, process, thread, start, end))
 
 
 def _others_awake(recording: Recording, process: int, thread: int, start: Array, end: Array) -> Array:

@@ -8,7 +8,7 @@ import numpy as np
 
 from kvprobe.account.cpu_time import Worked, is_noted, process_ns, who_worked
 from kvprobe.account.lines import OPEN, Line, Unknown, line_of_calls
-from kvprobe.account.outside import asked_for_nothing
+from kvprobe.account.outside import asked_for_nothing, slept_alone
 from kvprobe.account.stretches import NOBODY
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, distinct, group_starts
@@ -20,7 +20,7 @@ __all__ = ["KEPT_NS", "PAUSE_NS", "ThreadTimeline", "Threads", "runs_python"]
 
 # A thread that makes no call for so long, and of which nothing else is seen, does not prepare a step as it always does:
 # that takes some milliseconds. It was asked for nothing where the recording shows that it slept; else nobody knows.
-PAUSE_NS = 50_000_000
+PAUSE_NS = 30_000_000
 SHORT_PAUSE_NS = 10_000_000  # the same of a thread that is paused for most of the time that it makes no call
 # Between a step's results and the next submission a thread does the same each time. A pause that takes so many times as
 # long as most of those is for something else: it waits for a request, or prepares one.
@@ -105,8 +105,9 @@ class Threads:
             # who asks for the next request again and again works, too
             unasked[np.intersect1d(long[busy[long]], unusual)] = Unknown.BETWEEN_REQUESTS
             told = (worked[long] == Worked.NOBODY) & ~self._used_files(rows[0], edges[long], edges[long + 1])
-            slept = self._slept(rows[0], edges[long], edges[long + 1])
+            slept = self._slept_alone(rows[0], edges[long], edges[long + 1])
             untold = long[~busy[long] & ~told & ~slept]
+            untold = untold[self._may_sleep(rows[0], edges[untold], edges[untold + 1])]
             unasked[untold] = np.where(worked[untold] == Worked.NOBODY, Unknown.OUTSIDE, Unknown.BETWEEN_REQUESTS)
             long = long[~busy[long] & (told | slept)]
             line[long] = Line.NOTHING_TO_DO
@@ -224,6 +225,11 @@ class Threads:
         if is_noted(self.joined.recording, process) or not (slept["process"] == process).any():
             return np.ones(len(start), dtype=bool)
         return self._slept(row, start, end)
+
+    def _slept_alone(self, row: int, start: Array, end: Array) -> Array:
+        """Mask over pauses: the thread slept, and no other of its process seems to have worked for it."""
+        process, thread = int(self.joined.process[row]), int(self.joined.thread[row])
+        return slept_alone(self.joined.recording, process, thread, start, end)
 
     def _slept(self, row: int, start: Array, end: Array) -> Array:
         """Mask over pauses: the recording shows that the thread slept for most of it."""
