@@ -97,10 +97,10 @@ def _by_chance(joined: JoinedRecording, launches: Array, began: Array, burst: Ar
         burst: number of its burst.
         under: whether it began under an older kernel.
     """
-    begin, end = int(began.min()), int(began.max())
-    running = int(Cover(joined.start[launches], joined.exec_end[launches]).within(begin, end))
+    begin, end = began.min(keepdims=True), began.max(keepdims=True)
+    running = int(Cover(joined.start[launches], joined.exec_end[launches]).within(begin, end)[0])
     count = len(distinct(burst))
-    others, idle = count - len(distinct(burst[under])), count * (1 - running / max(end - begin, 1))
+    others, idle = count - len(distinct(burst[under])), count * (1 - running / max(int(end[0] - begin[0]), 1))
     return others > (1 - BY_CHANCE) * count or idle < IDLE_BURSTS or idle < TIMES * others
 
 
