@@ -161,8 +161,8 @@ def test_an_undecided_wait_is_weighed_against_what_the_first_finding_cost_the_gp
     """A GPU that waited 18.8 ms for a thread's 51.1 ms, and stood idle for another 33.0 ms before the first kernel."""
     recording = unpack(DATA / "queues" / "small_blocks_behind_a_forward-totals-0.kvprobe.tar.gz", tmp_path)
     _, out, _ = kvprobe("report", recording, "-o", tmp_path / "page.html", "--from", "226.2ms")
-    assert "\nUndecided: Nothing ran for 33.0 ms between copies" in out
-    assert "\nTo decide it: record a run in which the model computes" in out
+    assert "\nUndecided: The GPU ran nothing for 33.0 ms, in 1 pause of its thread" in out
+    assert "\nTo decide it: record with `kvprobe run --nsys`" in out
     assert "\nalso, warning: " in out
 
 
