@@ -843,6 +843,7 @@ def wasted_stores_and_waits_for_them(d: Device) -> Truth:
 import blind_shapes  # noqa: E402, F401 - they register their programs
 import eighth_shapes  # noqa: E402, F401
 import eleventh_shapes  # noqa: E402, F401
+import fourteenth_shapes  # noqa: E402, F401
 import fresh_shapes  # noqa: E402, F401
 import later_shapes  # noqa: E402, F401
 import ninth_shapes  # noqa: E402, F401

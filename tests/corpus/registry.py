@@ -142,6 +142,7 @@ served, sixth = series("served", 0.8), series("sixth", 0.8)
 seventh, eighth, ninth = series("seventh", 0.95), series("eighth", 0.95), series("ninth", 0.96)
 tenth, eleventh, twelfth = series("tenth", 0.95), series("eleventh", 0.95), series("twelfth", 0.95)
 thirteenth = series("thirteenth", 0.95)
+fourteenth = series("fourteenth", 0.95)
 
 
 def plain(account: dict[str, float], line: str, or_lines: tuple[str, ...] = (), calm_share: float = 0.8) -> None:

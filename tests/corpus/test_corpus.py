@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from blind_shapes import BLIND
 from eighth_shapes import EIGHTH
 from eleventh_shapes import ELEVENTH
+from fourteenth_shapes import FOURTEENTH
 from fresh_shapes import FRESH
 from grade import FORMATS, grade, unpack
 from later_shapes import LATER
@@ -59,6 +60,7 @@ SERIES = {
     "eleventh": (ELEVENTH, 24, 9),
     "twelfth": (TWELFTH, 24, 9),
     "thirteenth": (THIRTEENTH, 24, 9),
+    "fourteenth": (FOURTEENTH, 24, 9),
 }
 # Causes whose programs run on a GPU alone, or by what they do to a machine that others use; each has tests elsewhere.
 RECORDED_ELSEWHERE = {"cpu_starved", "failed_calls", "unmerged_neighbours"}
