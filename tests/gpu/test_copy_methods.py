@@ -97,12 +97,15 @@ def test_kernels_are_compiled_once_and_a_broken_cache_is_compiled_again(runtime,
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     files = sorted(folder.iterdir())
     assert len(files) == 2, "copies as they are, and coded ones"
+    hows = []
     for file in files:
         held = file.read_bytes()
         for broken in (b"", held[:100], held[:-1] + b"!", b"\x7fELF" + held[4:]):
             file.write_bytes(broken)
-            assert kernels.load_copy_kernels(runtime).coded is not None
-            assert file.read_bytes() == held
+            loaded = kernels.load_copy_kernels(runtime)
+            hows.append(loaded.how)
+            assert loaded.coded is not None and file.read_bytes() == held
+    assert sorted(hows) == ["cached"] * 4 + ["compiled"] * 4  # of copies as they are
 
 
 def test_without_nvrtc_there_is_a_reason(runtime, tmp_path, monkeypatch):
