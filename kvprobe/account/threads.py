@@ -19,7 +19,8 @@ from kvprobe.recordings.tier_uses import FILES
 __all__ = ["KEPT_NS", "PAUSE_NS", "ThreadTimeline", "Threads", "runs_python"]
 
 # A thread that makes no call for so long, and of which nothing else is seen, does not prepare a step as it always does:
-# that takes some milliseconds. It was asked for nothing where the recording shows that it slept; else nobody knows.
+# that takes some milliseconds. It was asked for nothing where the recording shows that it slept, waited for no disk,
+# and no other of its process worked meanwhile; else nobody knows.
 PAUSE_NS = 30_000_000
 SHORT_PAUSE_NS = 10_000_000  # the same of a thread that is paused for most of the time that it makes no call
 # Between a step's results and the next submission a thread does the same each time. A pause that takes so many times as

@@ -50,7 +50,7 @@ from kvprobe.recordings.model import Direction
 
 CAUSE = cause_of(__name__)
 BY_CHANCE = 0.9  # of the bursts of threads that launch nothing; a kernel runs by chance while fewer of them begin
-IDLE_BURSTS, TIMES = 3, 4  # bursts of these threads that would begin without a kernel by chance: so many, or more
+LEAST_IDLE, LESS_THAN_CHANCE = 3, 4  # so many of these bursts would begin without a kernel; so many times as did
 
 
 def not_shown(joined: JoinedRecording) -> NotLookedFor | None:
@@ -101,7 +101,7 @@ def _by_chance(joined: JoinedRecording, launches: Array, began: Array, burst: Ar
     running = int(Cover(joined.start[launches], joined.exec_end[launches]).within(begin, end)[0])
     count = len(distinct(burst))
     others, idle = count - len(distinct(burst[under])), count * (1 - running / max(int(end[0] - begin[0]), 1))
-    return others > (1 - BY_CHANCE) * count or idle < IDLE_BURSTS or idle < TIMES * others
+    return others > (1 - BY_CHANCE) * count or idle < LEAST_IDLE or idle < LESS_THAN_CHANCE * others
 
 
 def find(joined: JoinedRecording) -> Finding | None:

@@ -166,7 +166,7 @@ static int is_plain(const kvp_record *r) {
 void kvp_contents_look(const kvp_record *r, const struct kvp_pieces *batch) {
     int direction = r->direction & 15, memory = r->direction >> 4, several = kvp_is_batch(r) && batch->count > 1;
     if (r->result || !r->bytes || (direction != KVP_H2D && direction != KVP_D2H)) return;
-    if (!several && !is_plain(r) && !kvp_is_batch(r)) return;
+    if (!is_plain(r) && !kvp_is_batch(r)) return;
     if (memory != KVP_MEM_PINNED && memory != KVP_MEM_PAGEABLE) return;
     if (kvp_watch.captures || kvp_watch.detail == DETAIL_TOTALS) return;
     uint64_t words[LOOK / 8 + PIECES], places[PIECES] = {0}, begin = kvp_clock();

@@ -242,58 +242,6 @@ static void consume(struct mark_context *c, struct mark_stream *s, struct mark *
     write_span(s, &span);
 }
 
-/* What reading a stream came to, and whether its lock is still held. */
-enum outcome { READ, FAILED, LOCK_LOST };
-
-/* Asks the driver for the oldest mark with the stream's lock let go: where the driver keeps a call of the program, in a
- * full queue, the question waits as long, and what the program submits meanwhile finds the lock free. Afterwards the
- * mark may be somebody else's. In simulated time the caller is the program itself. */
-static enum outcome ask(struct mark_context *c, struct mark_stream *s, int *state, double *t) {
-    struct mark *m = s->head;
-    uint64_t entry_ns = m->entry_ns, now = kvp_clock();
-    int lets_go = !kvp_mark_synchronous, tries = 0;
-    if (lets_go) kvp_mark_release(s);
-    *state = kvp_mark_driver.cuEventQuery(m->event);
-    *t = *state ? -1 : time_of(c, m);
-    while (lets_go && !kvp_mark_try(s)) {
-        if (++tries == LOCK_TRIES) return LOCK_LOST;
-        kvp_mark_relax();
-    }
-    if (s->head == m && m->entry_ns == entry_ns) {
-        if (*state == MARK_NOT_READY) m->asked_ns = now;
-        return READ;
-    }
-    kvp_mark_release(s);
-    return LOCK_LOST;
-}
-
-static void heed_budget(uint64_t now);
-
-/* Reads the stream's marks that are over and were made by `now`, in order; its lock is held. A program may go on making
- * them as fast as they are read: the next look is for those, and what they cost is looked at meanwhile. */
-static enum outcome read_stream(struct mark_context *c, struct mark_stream *s, uint64_t now) {
-    for (unsigned count = 1; s->head && s->head->entry_ns <= now; count++) {
-        if (count % READ_AT_ONCE == 0) heed_budget(kvp_clock());
-        struct mark *m = s->head;
-        int state;
-        double t;
-        if (ask(c, s, &state, &t) == LOCK_LOST) return LOCK_LOST;
-        if (state == MARK_NOT_READY) return READ;
-        if (t < 0) return FAILED;
-        s->head = m->next;
-        if (!s->head) s->tail = NULL;
-        s->standing--;
-        consume(c, s, m, t);
-        if (!c->reference || t - c->reference_ns > RELATIVE_NS) {
-            if (c->reference) kvp_mark_give(c, c->reference);
-            c->reference = m;
-            c->reference_ns = t;
-        } else
-            kvp_mark_give(c, m);
-    }
-    return READ;
-}
-
 /* ---- stretches ----------------------------------------------------------------------------------------------- */
 
 /* Many short stretches tell more than a few long ones. The next one gets as long as what is saved up for it lasts, by
@@ -385,6 +333,58 @@ static void heed_budget(uint64_t now) {
         put(half_ns, now);
     }
     if (!paused_ns && left <= 0 && is_long_enough(now)) kvp_mark_pause(REASON_BUDGET);
+}
+
+/* ---- the marks of a stream ------------------------------------------------------------------------------------ */
+
+/* What reading a stream came to, and whether its lock is still held. */
+enum outcome { READ, FAILED, LOCK_LOST };
+
+/* Asks the driver for the oldest mark with the stream's lock let go: where the driver keeps a call of the program, in a
+ * full queue, the question waits as long, and what the program submits meanwhile finds the lock free. Afterwards the
+ * mark may be somebody else's. In simulated time the caller is the program itself. */
+static enum outcome ask(struct mark_context *c, struct mark_stream *s, int *state, double *t) {
+    struct mark *m = s->head;
+    uint64_t entry_ns = m->entry_ns, now = kvp_clock();
+    int lets_go = !kvp_mark_synchronous, tries = 0;
+    if (lets_go) kvp_mark_release(s);
+    *state = kvp_mark_driver.cuEventQuery(m->event);
+    *t = *state ? -1 : time_of(c, m);
+    while (lets_go && !kvp_mark_try(s)) {
+        if (++tries == LOCK_TRIES) return LOCK_LOST;
+        kvp_mark_relax();
+    }
+    if (s->head == m && m->entry_ns == entry_ns) {
+        if (*state == MARK_NOT_READY) m->asked_ns = now;
+        return READ;
+    }
+    kvp_mark_release(s);
+    return LOCK_LOST;
+}
+
+/* Reads the stream's marks that are over and were made by `now`, in order; its lock is held. A program may go on making
+ * them as fast as they are read: the next look is for those, and what they cost is looked at meanwhile. */
+static enum outcome read_stream(struct mark_context *c, struct mark_stream *s, uint64_t now) {
+    for (unsigned count = 1; s->head && s->head->entry_ns <= now; count++) {
+        if (count % READ_AT_ONCE == 0) heed_budget(kvp_clock());
+        struct mark *m = s->head;
+        int state;
+        double t;
+        if (ask(c, s, &state, &t) == LOCK_LOST) return LOCK_LOST;
+        if (state == MARK_NOT_READY) return READ;
+        if (t < 0) return FAILED;
+        s->head = m->next;
+        if (!s->head) s->tail = NULL;
+        s->standing--;
+        consume(c, s, m, t);
+        if (!c->reference || t - c->reference_ns > RELATIVE_NS) {
+            if (c->reference) kvp_mark_give(c, c->reference);
+            c->reference = m;
+            c->reference_ns = t;
+        } else
+            kvp_mark_give(c, m);
+    }
+    return READ;
 }
 
 /* ---- a look at everything ------------------------------------------------------------------------------------ */
