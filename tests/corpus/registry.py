@@ -143,6 +143,8 @@ seventh, eighth, ninth = series("seventh", 0.95), series("eighth", 0.95), series
 tenth, eleventh, twelfth = series("tenth", 0.95), series("eleventh", 0.95), series("twelfth", 0.95)
 thirteenth = series("thirteenth", 0.95)
 fourteenth = series("fourteenth", 0.95)
+fifteenth = series("fifteenth", 0.95)
+sixteenth = series("sixteenth", 0.95)
 
 
 def plain(account: dict[str, float], line: str, or_lines: tuple[str, ...] = (), calm_share: float = 0.8) -> None:

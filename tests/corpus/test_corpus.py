@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from blind_shapes import BLIND
 from eighth_shapes import EIGHTH
 from eleventh_shapes import ELEVENTH
+from fifteenth_shapes import FIFTEENTH
 from fourteenth_shapes import FOURTEENTH
 from fresh_shapes import FRESH
 from grade import FORMATS, grade, unpack
@@ -24,6 +25,7 @@ from programs import PROGRAMS
 from registry import LINES, plain
 from served_shapes import SERVED
 from seventh_shapes import SEVENTH
+from sixteenth_shapes import SIXTEENTH
 from sixth_shapes import SIXTH
 from tenth_shapes import TENTH
 from thirteenth_shapes import THIRTEENTH
@@ -61,6 +63,8 @@ SERIES = {
     "twelfth": (TWELFTH, 24, 9),
     "thirteenth": (THIRTEENTH, 24, 9),
     "fourteenth": (FOURTEENTH, 24, 9),
+    "fifteenth": (FIFTEENTH, 26, 10),
+    "sixteenth": (SIXTEENTH, 20, 8),
 }
 # Causes whose programs run on a GPU alone, or by what they do to a machine that others use; each has tests elsewhere.
 RECORDED_ELSEWHERE = {"cpu_starved", "failed_calls", "unmerged_neighbours"}
