@@ -5,10 +5,10 @@ lock, may wait for the GPU, and pin page by page (tens of milliseconds for 100 M
 calls is a pause.
 
 Signature: one of these calls takes at least 20 µs, and its thread submits work before and after the call. These calls
-do not count while a process makes its first 32 submissions, because this is set-up. (They do count if the thread calls
-the same function at least eight times later on.) If the call waited for another thread's blocked submission, the cause
-is `context_lock_stall`. If a thread makes the call and then waits for a request, nobody waited for the call: the report
-adds its time to that wait.
+do not count while a process makes its first 32 submissions (or the first half, if it makes fewer than 64), because this
+is set-up. (They do count if the thread calls the same function at least eight times later on.) If the call waited for
+another thread's blocked submission, the cause is `context_lock_stall`. If a thread makes the call and then waits for a
+request, nobody waited for the call: the report adds its time to that wait.
 
 Other threads may make these calls while the thread that launches waits for them. The recording shows this if both are
 true:
@@ -141,8 +141,9 @@ def _between_submissions(joined: JoinedRecording) -> Finding | None:
     for process in np.unique(joined.process[rows]):
         times = ascending(joined.start[joined.submits & (joined.process == process)])
         mine = joined.process[rows] == process
-        if len(times) > WARM:
-            keep |= mine & (joined.start[rows] > times[WARM - 1])
+        warm = min(WARM, len(times) // 2)
+        if warm:
+            keep |= mine & (joined.start[rows] > times[warm - 1])
     for caller in np.unique(joined.caller[rows]):
         times = joined.start[joined.submits & (joined.caller == caller)]
         mine = joined.caller[rows] == caller
