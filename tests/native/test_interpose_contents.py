@@ -63,6 +63,22 @@ def test_looks_at_batches_tell_bytes_that_are_the_same_from_those_that_were_rewr
     assert hashes["rewritten-batch"][0] == hashes["rewritten-batch"][1]
 
 
+def test_looks_at_columns_tell_those_that_are_the_same_from_those_that_were_rewritten(
+    program: Path, libraries: Path, tmp_path: Path
+) -> None:
+    """Nothing beside the columns is looked at, and nothing that goes to rows apart, whose memory is not known."""
+    hashes, seen = {}, {}
+    for how in ("rows", "rewritten-rows", "apart"):
+        folder = tmp_path / how
+        folder.mkdir()
+        looks = run(program, libraries, folder, how)[1].notes(CONTENTS)
+        seen[how], hashes[how] = len(looks), len(set(looks["dur_ns"].tolist()))
+        assert set(looks["bytes"]) <= {SIZE // 4} and set(looks["count"]) <= {16 * 256}
+    assert seen["rows"] >= 8 and hashes["rows"] == 1
+    assert hashes["rewritten-rows"] == seen["rewritten-rows"] >= 8
+    assert seen["apart"] == 0
+
+
 def test_looks_are_no_calls_and_change_nothing_that_is_counted(program: Path, libraries: Path, tmp_path: Path) -> None:
     said = {}
     for word in ("on", "off"):

@@ -8,8 +8,9 @@
  * place are what tells. A mask over a hash of the address lets as many places through as the budget pays for.
  *
  * HOW MUCH. All of a copy of up to LOOK bytes, else of PIECES parts spread over it, which begin at pages; of a batch, a
- * part of each of up to PIECES of its copies, and where they lie: equal are only those of the same places. A thousandth
- * of the wall time, and of a process's age not more looks than the ring can hold of hours.
+ * part of each of up to PIECES of its copies, and where they lie: equal are only those of the same places. Of a 2D copy
+ * whose rows lie one behind the other on the device, likewise of PIECES of its rows, and how far apart they are. A
+ * thousandth of the wall time, and of a process's age not more looks than the ring can hold of hours.
  *
  * HAZARDS. The memory may be gone or unreadable by now: the kernel reads it (process_vm_writev, into memory of ours),
  * and a fault there is an error, not a signal. Reading the local side it follows the process's own page tables, so
@@ -136,6 +137,18 @@ static size_t read_batch(const struct kvp_pieces *batch, int direction, void *in
     return gather(from, (int)pieces, to);
 }
 
+/* The same of rows of a 2D copy; `apart`: bytes from one to the next on the host. */
+static size_t read_2d(uint64_t address, const struct kvp_rows *rows, size_t apart, void *into) {
+    struct iovec from[PIECES], to = {into, 0};
+    size_t pieces = rows->count < PIECES ? rows->count : PIECES, length = rows->width < PIECE ? rows->width : PIECE;
+    for (size_t i = 0; i < pieces; i++) {
+        size_t within = (rows->width - length) / pieces * i & ~(size_t)63;
+        from[i] = (struct iovec){(void *)(uintptr_t)(address + rows->count * i / pieces * apart + within), length};
+        to.iov_len += length;
+    }
+    return gather(from, (int)pieces, to);
+}
+
 int kvp_read_rows(uint64_t address, uint64_t stride, size_t rows, size_t width, void *into) {
     struct iovec from[KVP_ROWS], to = {into, rows * width};
     for (size_t i = 0; i < rows; i++) from[i] = (struct iovec){(void *)(uintptr_t)(address + i * stride), width};
@@ -163,17 +176,26 @@ static int is_plain(const kvp_record *r) {
            (r->call >= KVP_CALL_cuMemcpy && r->call <= KVP_CALL_cuMemcpyDtoH);
 }
 
-void kvp_contents_look(const kvp_record *r, const struct kvp_pieces *batch) {
-    int direction = r->direction & 15, memory = r->direction >> 4, several = kvp_is_batch(r) && batch->count > 1;
-    if (r->result || !r->bytes || (direction != KVP_H2D && direction != KVP_D2H)) return;
-    if (!is_plain(r) && !kvp_is_batch(r)) return;
+void kvp_contents_look(const kvp_record *r, const struct kvp_pieces *batch, const struct kvp_rows *rows) {
+    int direction = r->direction & 15, memory = r->direction >> 4, to_device = direction == KVP_H2D;
+    if (r->result || !r->bytes || (!to_device && direction != KVP_D2H)) return;
+    int in_batch = kvp_is_batch(r), in_rows = kvp_is_2d(r);
+    if (!is_plain(r) && !in_batch && !in_rows) return;
+    if (in_rows && (to_device ? rows->dpitch : rows->spitch) != rows->width) return;
     if (memory != KVP_MEM_PINNED && memory != KVP_MEM_PAGEABLE) return;
     if (kvp_watch.captures || kvp_watch.detail == DETAIL_TOTALS) return;
     uint64_t words[LOOK / 8 + PIECES], places[PIECES] = {0}, begin = kvp_clock();
     int was = errno;
     if (unlikely(!budget.born_ns) && !be_born(begin)) return;
-    size_t got = several ? read_batch(batch, direction, words, places)
-                         : read_some(direction == KVP_H2D ? r->src : r->dst, r->bytes, words);
+    uint64_t host = to_device ? r->src : r->dst;
+    size_t got, apart = to_device ? rows->spitch : rows->dpitch;
+    int several = (in_batch && batch->count > 1) || (in_rows && apart != rows->width);
+    if (several && in_batch)
+        got = read_batch(batch, direction, words, places);
+    else if (several)
+        got = read_2d(host, rows, places[0] = apart, words);
+    else
+        got = read_some(host, r->bytes, words);
     errno = was;
     if (got) {
         size_t count = (got + 7) / 8, same = 1;
@@ -189,7 +211,7 @@ void kvp_contents_look(const kvp_record *r, const struct kvp_pieces *batch) {
         note.dur_ns = kvp_hash_words(words, count);
         note.count = (uint32_t)got;
         kvp_ring_note(&note);
-        if (direction == KVP_H2D && !several) kvp_device_look_next(r, note.dur_ns);
+        if (to_device && !several) kvp_device_look_next(r, note.dur_ns);
     }
     uint64_t now = kvp_clock();
     int64_t took = now - begin < MOST_NS ? (int64_t)(now - begin) : MOST_NS;

@@ -224,10 +224,17 @@ void kvp_pauses_without_me(void); /* the CPU time of the thread that calls is no
 void kvp_contents_start(void);
 void kvp_contents_stop(void);
 struct kvp_pieces;
+struct kvp_rows { /* of a 2D copy, bytes each but `count` */
+    size_t width, count, dpitch, spitch;
+};
 static inline int kvp_is_batch(const kvp_record *r) {
     return r->call == KVP_CALL_cudaMemcpyBatchAsync || r->call == KVP_CALL_cuMemcpyBatchAsync;
 }
-void kvp_contents_look(const kvp_record *record, const struct kvp_pieces *batch); /* `batch`: read where it is one */
+static inline int kvp_is_2d(const kvp_record *r) {
+    return r->call == KVP_CALL_cudaMemcpy2DAsync || r->call == KVP_CALL_cudaMemcpy2D;
+}
+/* `batch`, `rows`: read where it is one, and where it is a 2D copy */
+void kvp_contents_look(const kvp_record *record, const struct kvp_pieces *batch, const struct kvp_rows *rows);
 static inline int kvp_contents_due(const kvp_record *r) {
     if (r->start_ns < atomic_load_explicit(&kvp_watch.contents_from_ns, memory_order_relaxed)) return 0;
     uint64_t place = (r->direction & 15) == KVP_D2H ? r->dst : r->src;

@@ -290,8 +290,9 @@ int kvprobe_detach(void) {
 
 enum what { A_COPY, A_PLAIN_COPY, A_CALL, A_LAUNCH, A_EVENT, A_WAIT, A_FREE };
 
-/* The batch that this thread is about to submit. */
+/* The batch that this thread is about to submit, and the rows of a 2D copy. */
 static __thread struct kvp_pieces batch __attribute__((tls_model("initial-exec")));
+static __thread struct kvp_rows rows_2d __attribute__((tls_model("initial-exec")));
 
 /* What few calls do gets the record by value (ring_write.h says why), and returns its start_ns. */
 
@@ -347,7 +348,7 @@ static KVP_RARE uint64_t mark_before(kvp_record r, int timed) {
 static KVP_RARE void mark_after(kvp_record r) { kvp_mark_after(&r); }
 static KVP_RARE void pages_before(kvp_record r) { kvp_pages_before(&r); }
 static KVP_RARE void pages_after(kvp_record r) { kvp_pages_after(&r); }
-static KVP_RARE void look_at_contents(kvp_record r) { kvp_contents_look(&r, &batch); }
+static KVP_RARE void look_at_contents(kvp_record r) { kvp_contents_look(&r, &batch, &rows_2d); }
 static __attribute__((noinline)) void write_totals(kvp_record r) { kvp_ring_write(&r, KVP_KEEP_SEVERAL); }
 
 /* A plain copy (is_plain) is one of which none of what few calls ask is asked; all the rest is a call's as any other's.
@@ -530,12 +531,16 @@ static inline size_t in_one_piece(size_t dpitch, size_t spitch, size_t width, si
     size_t bytes;
     return dpitch == width && spitch == width && !__builtin_mul_overflow(width, height, &bytes) ? bytes : 0;
 }
+#define ROWS_ARE                                                                                                       \
+    rows_2d = (struct kvp_rows) { width, height, dpitch, spitch }
 CALL_BY(cudaMemcpy2DAsync, A_COPY, CURED_2D(cudaMemcpy2DAsync, stream, 0),
-        COPY_IS(2, dst, src, width *height, direction_of(kind), stream))
+        COPY_IS(2, dst, src, width *height, direction_of(kind), stream);
+        ROWS_ARE)
 #define cudaMemcpy2D_P void *dst, size_t dpitch, const void *src, size_t spitch, size_t width, size_t height, int kind
 #define cudaMemcpy2D_A dst, dpitch, src, spitch, width, height, kind
 CALL_BY(cudaMemcpy2D, A_COPY, CURED_2D(cudaMemcpy2D, (void *)0, 1),
-        COPY_IS(78, dst, src, width *height, direction_of(kind), (void *)0))
+        COPY_IS(78, dst, src, width *height, direction_of(kind), (void *)0);
+        ROWS_ARE)
 
 /* cudaMemcpy3DParms: srcPtr at 32, dstPtr at 96, extent at 128, kind at 152 */
 #define cudaMemcpy3DAsync_P const void *parms, void *stream

@@ -1,5 +1,6 @@
 /* Copies one block again and again: "same", "rewritten" before each copy, or "failing"; "batch": in parts, by one call,
- * "rewritten-batch": whose last part is another each time. */
+ * "rewritten-batch": whose last part is another each time; "rows", "rewritten-rows": likewise of a 2D copy of columns,
+ * "apart": of one whose rows lie apart on the device as well. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -7,9 +8,10 @@
 
 extern int cudaMemcpyAsync(void *, const void *, size_t, int, void *), cudaMalloc(void **, size_t);
 extern int cudaHostAlloc(void **, size_t, unsigned), cudaStreamSynchronize(void *), cudaStreamCreate(void **);
+extern int cudaMemcpy2DAsync(void *, size_t, const void *, size_t, size_t, size_t, int, void *);
 extern int cudaMemcpyBatchAsync(void **, void **, size_t *, size_t, void *, size_t *, size_t, void *);
 
-enum { SIZE = 1 << 20, TIMES = 200, PARTS = 40 };
+enum { SIZE = 1 << 20, TIMES = 200, PARTS = 40, ROW = 8 << 10 };
 
 /* Orders, locations and flags of every copy: to the device. */
 static int to_device[6] = {1, 2, 0, 1, 0, 0};
@@ -24,6 +26,10 @@ static int in_parts(uint8_t *device, uint8_t *host, void *stream) {
     return cudaMemcpyBatchAsync(dsts, srcs, sizes, PARTS, to_device, &first, 1, stream);
 }
 
+static int in_rows(uint8_t *device, uint8_t *host, int apart) {
+    return cudaMemcpy2DAsync(device, apart ? ROW : ROW / 4, host + ROW / 2, ROW, ROW / 4, SIZE / ROW, 1, NULL);
+}
+
 int main(int argc, char **argv) {
     const char *how = argc > 1 ? argv[1] : "same";
     void *device, *host, *stream = NULL; /* no batch goes to the default stream */
@@ -33,9 +39,12 @@ int main(int argc, char **argv) {
     int failed = 0;
     for (int i = 0; i < TIMES; i++) {
         if (!strcmp(how, "rewritten")) *(uint32_t *)host = (uint32_t)i;
-        if (!strcmp(how, "rewritten-batch")) memset((uint8_t *)host + SIZE / 2, i, SIZE / 2);
+        if (!strcmp(how, "rewritten-batch") || !strcmp(how, "rewritten-rows"))
+            memset((uint8_t *)host + SIZE / 2, i, SIZE / 2);
         if (strstr(how, "batch"))
             failed += in_parts(device, host, stream) != 0;
+        else if (strstr(how, "rows") || !strcmp(how, "apart"))
+            failed += in_rows(device, host, !strcmp(how, "apart")) != 0;
         else
             failed += cudaMemcpyAsync(device, host, SIZE, strcmp(how, "failing") ? 1 : 9, NULL) != 0;
         cudaStreamSynchronize(stream);
