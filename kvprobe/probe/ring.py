@@ -24,11 +24,10 @@ from kvprobe.probe.ring_layout import (
     COVERAGE,
     DESTINATION,
     FILE,
+    FILE_CALLS,
     FIRST_ADDRESS,
-    FIRST_FILE,
     GRAPH,
     HEADER_BYTES,
-    LAST_FILE,
     MAGIC,
     NO_CALLS,
     NO_STREAM,
@@ -225,7 +224,7 @@ class RingSnapshot:
             for place, column in enumerate(("count", "copies", "bytes")):
                 row[place] += int(slot[column])
         for call in np.flatnonzero(self.over_count):
-            if FIRST_FILE <= call <= LAST_FILE:
+            if call in FILE_CALLS:
                 continue
             row = totals.setdefault(_name(int(call)), [0, 0, 0])
             row[0] += int(self.over_count[call])
@@ -240,8 +239,7 @@ def _no_calls(records: Array) -> Array:
 
 
 def _of_files(records: Array) -> Array:
-    call = records["call"] & (SEVERAL - 1)
-    rows: Array = (call >= FIRST_FILE) & (call <= LAST_FILE)
+    rows: Array = np.isin(records["call"] & (SEVERAL - 1), FILE_CALLS)
     return rows
 
 

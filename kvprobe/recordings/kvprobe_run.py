@@ -33,7 +33,7 @@ from kvprobe.probe.ring import (
     read_ring_fd,
     stream_handles,
 )
-from kvprobe.probe.ring_layout import FIRST_FILE, LAST_FILE
+from kvprobe.probe.ring_layout import FILE_CALLS
 from kvprobe.recordings.adapter_events import ns_of
 from kvprobe.recordings.assemble import sorted_table, stream_rows
 from kvprobe.recordings.graph_pieces import divide_graphs
@@ -447,7 +447,7 @@ class _Contents:
             self.without_slot += [
                 (row, int(c), int(ring.over_count[c]), int(ring.over_bytes[c]), int(ring.over_dur_ns[c]))
                 for c in np.flatnonzero(ring.over_count)
-                if not FIRST_FILE <= c <= LAST_FILE
+                if c not in FILE_CALLS
             ]
 
     def all_totals(self) -> _Totals:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvprobe.probe.ring import SANE, UNTIMED
-from kvprobe.probe.ring_layout import CALLS, FIRST_FILE, LAST_FILE
+from kvprobe.probe.ring_layout import CALLS, FILE_CALLS
 from kvprobe.recordings.adapter_events import ns_of
 from kvprobe.recordings.assemble import sorted_table
 from kvprobe.recordings.model import Array, Recording, Table
@@ -45,7 +45,7 @@ def tiers(recording: Recording, processes: Sequence[Process], shifts: Sequence[i
     for row, (process, shift) in enumerate(zip(processes, shifts, strict=True)):
         rings = process.counted()
         slots = np.concatenate([ring.file_slots() for ring in rings]) if rings else None
-        over = sum(int(ring.over_count[FIRST_FILE : LAST_FILE + 1].sum()) for ring in rings)
+        over = sum(int(ring.over_count[FILE_CALLS].sum()) for ring in rings)
         if slots is None or not (len(slots) or over):
             continue
         rows += _places(row, process, slots)
@@ -109,7 +109,7 @@ def _add(operations: dict[str, list[Array]], row: int, shift: int, records: Arra
     """Columns of `tier_operations` of one process."""
     r = records[records["dur_ns"] != UNTIMED]
     start = r["start_ns"].astype(np.int64) + shift
-    called = {number: names.add(CALLS[number][1]) for number in range(FIRST_FILE, LAST_FILE + 1)}
+    called = {number: names.add(CALLS[number][1]) for number in FILE_CALLS.tolist()}
     columns = {
         "start_ns": start,
         "end_ns": start + np.minimum(r["dur_ns"], SANE).astype(np.int64),

@@ -85,7 +85,7 @@ def test_every_way_to_read_and_write_is_counted_exactly_and_answers_as_without(
     bare = {name: value for name, value in env.items() if name not in ("LD_PRELOAD", "KVPROBE_RUN")}
     assert (own, with_it) == play(program, bare, files(tmp_path), "all")
     (snapshot,) = recorded(run)
-    assert totals([snapshot]) == own and len(own) == 8
+    assert totals([snapshot]) == own and len(own) == 9
     assert " 11\n" in with_it and " 14\n" in with_it and " 32\n" in with_it  # EAGAIN, EFAULT, EPIPE
     kinds = {place: line["kind"] for place, line in places(run).items()}
     assert sorted(kinds.values()) == ["file", "pipe", "unix socket"]  # type: ignore[type-var]

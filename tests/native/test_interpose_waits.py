@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvprobe.recordings.kvprobe_run import read
@@ -54,6 +55,20 @@ def test_waits_at_what_others_ask_by_are_told_and_no_others_and_every_answer_is_
     bare = {name: value for name, value in env.items() if name not in ("LD_PRELOAD", "KVPROBE_RUN")}
     assert (own, with_it) == play(program, bare, "all")
     assert all(f" -1 {error}\n" in with_it for error in (4, 9, 14, 88))  # EINTR, EBADF, EFAULT, ENOTSOCK
+
+
+def test_what_came_when_somebody_asked_is_read_from_then_on(program: Path, libraries: Path, run: Path) -> None:
+    play(program, real_clock(libraries, run), "all")
+    recording = read(run)
+    reads, waits = recording.tier_operations, recording.os_calls
+    kinds = dict(zip(recording.tiers["place"].tolist(), recording.tiers["kind"].tolist(), strict=True))
+    asked = np.isin(reads["start_ns"], waits["end_ns"])
+    assert (reads["bytes"][reads["writes"] == 0] == 32 << 10).all()
+    assert [recording.text(kinds[place]) for place in reads["place"][asked].tolist()] == ["socket", "socket"]
+    own = (reads["writes"] == 0) & ~asked  # of a connection and a peer of the program's own, and of its worker
+    texts = [recording.text(kinds[place]) for place in reads["place"][own].tolist()]
+    assert texts == ["socket", "unix socket", "socket"]
+    assert (reads["end_ns"][own] - reads["start_ns"][own] >= 1_000_000).all()
 
 
 def test_threads_that_are_cancelled_in_a_wait_clean_up(program: Path, libraries: Path, run: Path) -> None:

@@ -1,6 +1,7 @@
 /* Reads and writes of files and sockets, as tiers below CPU memory make them: each of at least KVP_FILE_LEAST bytes is
- * kept with its time, its place and its memory. Smaller ones, and all of a process that has made no CUDA call yet, pass
- * after one compare; but where a thread that submits receives something, how long it waited is looked at (waits.c).
+ * kept with its time, its place and its memory, and so is each wait until a file is on its disk. Smaller ones, and all
+ * of a process that has made no CUDA call yet, pass after one compare; but where a thread that submits receives
+ * something, how long it waited is looked at (waits.c).
  *
  * What is promised: the real function gets what the program gave and its answer and errno are the program's. While it
  * runs nothing is held: it may be cancelled, be interrupted, or never return. Afterwards no cancellation point is
@@ -112,6 +113,7 @@ __attribute__((noinline)) void kvp_file_ends(uint64_t began, int fd, kvp_record 
         if (possible && result > 0 && (MOVED)) {                                                                       \
             kvp_record r = {.dst = KVP_NOWHERE, .bytes = (uint64_t)result};                                            \
             __VA_ARGS__;                                                                                               \
+            if (WAITS) began = kvp_received(began, FD);                                                                \
             kvp_file_ends(began, FD, &r);                                                                              \
         } else if ((WAITS) && result >= 0)                                                                             \
             kvp_received(began, FD);                                                                                   \
@@ -191,6 +193,19 @@ RECEIVING(recvmsg, (int fd, struct msghdr *message, int flags), (fd, message, fl
           active(), OF_MESSAGE(recv, KVP_READ))
 FILE_CALL(sendmsg, ssize_t, (int fd, const struct msghdr *message, int flags), (fd, message, flags), active(),
           kept((size_t)result), fd, OF_MESSAGE(send, KVP_WRITE))
+
+#define FLUSHING(NAME)                                                                                                 \
+    typedef int NAME##_fn(int fd);                                                                                     \
+    any_fn *_Atomic kvp_real_##NAME;                                                                                   \
+    int kvp_our_##NAME(int fd) {                                                                                       \
+        uint64_t began = active() ? kvp_file_begins() : NOT_KEPT;                                                      \
+        int result = AS(NAME)(fd);                                                                                     \
+        kvp_record r = {.call = KVP_CALL_fsync, .direction = KVP_WRITE, .dst = KVP_NOWHERE};                           \
+        if (!result) kvp_file_ends(began, fd, &r);                                                                     \
+        return result;                                                                                                 \
+    }
+FLUSHING(fsync)
+FLUSHING(fdatasync)
 
 typedef int close_fn(int fd);
 any_fn *_Atomic kvp_real_close;

@@ -68,6 +68,8 @@ void kvp_place_closes(int fd);
     X(send)                                                                                                            \
     X(sendto)                                                                                                          \
     X(sendmsg)                                                                                                         \
+    X(fsync)                                                                                                           \
+    X(fdatasync)                                                                                                       \
     X(io_submit)                                                                                                       \
     X(io_uring_submit)                                                                                                 \
     X(io_uring_submit_and_wait)                                                                                        \

@@ -1,11 +1,11 @@
 /* Waits in which nobody asks for anything: a thread of a server is in accept, poll, select, epoll_wait or recv until a
  * connection or a request comes from outside. Each that takes KVP_PAUSE_NS and more is noted.
  *
- * Told are only waits at sockets by which others ask: those that listen, and those that accept has made, of IPv4, IPv6
- * or of virtual machines. By any other descriptor (a connection that the program itself has made, a pipe, a socket of
- * this machine) comes what it has asked for, or what its own workers prepare; who waits there may well be kept from its
- * work. A set in which one of those became ready is told where one that is served did, too; one in which nothing did
- * until it was over, where all of it is served.
+ * Told are only waits at sockets by which others ask: those that listen, those that accept has made, and those that the
+ * program has bound for datagrams of anybody, of IPv4, IPv6 or of virtual machines. By any other descriptor (a
+ * connection that the program itself has made, a pipe, a socket of this machine) comes what it has asked for, or what
+ * its own workers prepare; who waits there may well be kept from its work. A set in which one of those became ready is
+ * told where one that is served did, too; one in which nothing did until it was over, where all of it is served.
  *
  * What is promised is what files.c promises: the real function gets what the program gave, its answer and errno are the
  * program's, nothing is held meanwhile, and of the program's memory only what the kernel has just read or written is
@@ -33,11 +33,11 @@
 #ifndef SO_COOKIE
 #define SO_COOKIE 57
 #endif
-enum { ACCEPTED = 4096, LOOKED_AT = 64, FDINFO_BYTES = 16384, LOOKS_COST = 100, LOOKS_APART_NS = 10000000 };
+enum { SOCKETS = 4096, LOOKED_AT = 64, FDINFO_BYTES = 16384, LOOKS_COST = 100, LOOKS_APART_NS = 10000000 };
 
-/* Sockets that accept has made, by the kernel's own number of each, which no other gets. A newer one may take an older
- * one's place, which then counts as not known. */
-static _Atomic uint64_t accepted[ACCEPTED];
+/* Sockets that accept has made or that datagrams come to, by the kernel's own number of each, which no other gets. A
+ * newer one may take an older one's place, which then counts as not known. */
+static _Atomic uint64_t asked_by[SOCKETS];
 
 /* 0: no socket, or the kernel does not number it. */
 static uint64_t number_of(int fd) {
@@ -52,21 +52,38 @@ static int option_of(int fd, int option) {
     return getsockopt(fd, SOL_SOCKET, option, &value, &bytes) ? -1 : value;
 }
 
+static int takes_datagrams(int fd) { return option_of(fd, SO_TYPE) == SOCK_DGRAM; }
+
+static int has_peer(int fd) {
+    struct sockaddr_storage peer;
+    socklen_t bytes = sizeof peer;
+    return !getpeername(fd, (struct sockaddr *)&peer, &bytes);
+}
+
 /* Before the first call of CUDA, too: connections may last. */
-static void was_accepted(int fd) {
+static void is_asked_by(int fd) {
     if (fd < 0 || !kvp_watch.on || (kvp_ring_is_open() && !active())) return;
     int was = errno;
     uint64_t number = number_of(fd);
-    if (number) atomic_store_explicit(&accepted[number % ACCEPTED], number, memory_order_relaxed);
+    if (number) atomic_store_explicit(&asked_by[number % SOCKETS], number, memory_order_relaxed);
     errno = was;
+}
+
+typedef int bind_fn(int fd, const struct sockaddr *to, socklen_t bytes);
+any_fn *_Atomic kvp_real_bind;
+int kvp_our_bind(int fd, const struct sockaddr *to, socklen_t bytes) {
+    int result = AS(bind)(fd, to, bytes), was = errno;
+    if (!result && takes_datagrams(fd)) is_asked_by(fd);
+    errno = was;
+    return result;
 }
 
 int kvp_is_served(int fd) {
     int was = errno, domain = option_of(fd, SO_DOMAIN), served = 0;
     if (domain == AF_INET || domain == AF_INET6 || domain == AF_VSOCK) {
         uint64_t number = number_of(fd);
-        served = option_of(fd, SO_ACCEPTCONN) == 1 ||
-                 (number && atomic_load_explicit(&accepted[number % ACCEPTED], memory_order_relaxed) == number);
+        int known = number && atomic_load_explicit(&asked_by[number % SOCKETS], memory_order_relaxed) == number;
+        served = option_of(fd, SO_ACCEPTCONN) == 1 || (known && (!takes_datagrams(fd) || !has_peer(fd)));
     }
     errno = was;
     return served;
@@ -196,9 +213,9 @@ static int epolled(int set, const struct epoll_event *events, int ready, uint64_
 
 /* One that was interrupted, or that found nothing in its time, has waited as well. */
 WAIT_CALL(accept, accept, (int fd, struct sockaddr *from, socklen_t *bytes), (fd, from, bytes), kvp_is_served(fd),
-          was_accepted(ready))
+          is_asked_by(ready))
 WAIT_CALL(accept4, accept, (int fd, struct sockaddr *from, socklen_t *bytes, int flags), (fd, from, bytes, flags),
-          kvp_is_served(fd), was_accepted(ready))
+          kvp_is_served(fd), is_asked_by(ready))
 
 WAIT_CALL(poll, poll, (struct pollfd * set, nfds_t count, int limit), (set, count, limit), polled(set, count, ready), )
 WAIT_CALL(__poll_chk, poll, (struct pollfd * set, nfds_t count, int limit, size_t room), (set, count, limit, room),

@@ -12,14 +12,18 @@ void kvp_waited(unsigned how, uint64_t began, uint64_t until);
 /* Whether somebody else asks by this descriptor. */
 int kvp_is_served(int fd);
 
-/* The end of a call that received by this descriptor, or was told that nothing more comes. */
-static inline void kvp_received(uint64_t began, int fd) {
+/* The end of a call that received by this descriptor, or was told that nothing more comes: from when on it did not wait
+ * for somebody to ask, which is `began` unless that wait is told of. */
+static inline uint64_t kvp_received(uint64_t began, int fd) {
     uint64_t until = kvp_waited_until(began);
-    if (unlikely(until) && kvp_is_served(fd)) kvp_waited(KVP_WAIT_recv, began, until);
+    if (likely(!until) || !kvp_is_served(fd)) return began;
+    kvp_waited(KVP_WAIT_recv, began, until);
+    return until;
 }
 
 /* The functions in whose place waits.c stands; files.c stands in that of recv and read. */
 #define WAIT_FUNCTIONS(X)                                                                                              \
+    X(bind)                                                                                                            \
     X(accept)                                                                                                          \
     X(accept4)                                                                                                         \
     X(poll)                                                                                                            \

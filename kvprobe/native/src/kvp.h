@@ -122,7 +122,8 @@ KVP_EXPORT const char *kvp_clock_name(void); /* "tsc", "cntvct" or "clock_gettim
     X(78, COPY_SYNC, cudaMemcpy2D)                                                                                     \
     X(79, FREE, cudaMemPoolTrimTo)                                                                                     \
     X(80, FREE, cuMemPoolTrimTo)                                                                                       \
-    X(81, NOTE, destination) /* no call: what the device had where a load went, see below */
+    X(81, NOTE, destination) /* no call: what the device had where a load went, see below */                           \
+    X(82, FILE, fsync)       /* and fdatasync */
 
 enum kvp_call {
 #define X(id, kind, name) KVP_CALL_##name = id,
@@ -190,10 +191,10 @@ typedef struct {
 } kvp_record;
 
 /* FILE: reads and writes of a tier below CPU memory, by system calls that are no CUDA calls (interpose/files.c), of
- * KVP_FILE_LEAST bytes and more. stream: number of the place, as in tiers-<pid>.jsonl; src: address of the memory, of
- * several pieces the first one's; dst: where in the file, KVP_NOWHERE where that is not known; bytes: moved; count:
- * pieces; transfer: enum kvp_file_seen. They stand in the ring of all calls, never in that of slow ones: a disk would
- * fill that. */
+ * KVP_FILE_LEAST bytes and more, and of no bytes those that wait until a file is on its disk. stream: number of the
+ * place, as in tiers-<pid>.jsonl; src: address of the memory, of several pieces the first one's; dst: where in the
+ * file, KVP_NOWHERE where that is not known; bytes: moved; count: pieces; transfer: enum kvp_file_seen. They stand in
+ * the ring of all calls, never in that of slow ones: a disk would fill that. */
 #define KVP_FILE_LEAST (16 << 10)
 #define KVP_NOWHERE UINT64_MAX
 enum kvp_file_seen {

@@ -296,7 +296,9 @@ void kvp_ring_grow(struct section *section) {
 
 static inline int is_slow(const kvp_record *r) { return r->dur_ns != KVP_UNTIMED && r->dur_ns >= kvp_process.slow_ns; }
 static inline int is_failed(const kvp_record *r) { return r->result && r->result != KVP_NOT_READY; }
-static inline int is_file(unsigned call) { return call >= KVP_CALL_pread && call <= KVP_CALL_io_submit; }
+static inline int is_file(unsigned call) {
+    return (call >= KVP_CALL_pread && call <= KVP_CALL_io_submit) || call == KVP_CALL_fsync;
+}
 
 static void append_slow(struct section *section, const kvp_record *r) {
     kvp_section_header *header = section->header;

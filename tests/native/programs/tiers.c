@@ -24,9 +24,9 @@ extern int cudaStreamCreateWithPriority(void **, unsigned, int);
 extern int cudaStreamSynchronize(void *);
 
 enum { LEAST = 16 << 10, BYTES = 64 << 10, PIECE = 10000 };
-enum { PREAD, PREADV, READ, PWRITE, PWRITEV, WRITE, RECV, SEND, AIO, NAMES };
-static const char *const names[] = {"pread", "preadv", "read", "pwrite",   "pwritev",
-                                    "write", "recv",   "send", "io_submit"};
+enum { PREAD, PREADV, READ, PWRITE, PWRITEV, WRITE, RECV, SEND, AIO, FSYNC, NAMES };
+static const char *const names[] = {"pread", "preadv", "read", "pwrite",    "pwritev",
+                                    "write", "recv",   "send", "io_submit", "fsync"};
 static uint64_t counts[NAMES][2]; /* calls, bytes */
 static char *memory, *device, results[1 << 16];
 static size_t result_bytes;
@@ -35,7 +35,7 @@ static void *stream, *volatile nowhere = (void *)8;
 
 static ssize_t saw(int name, ssize_t result) {
     int error = errno;
-    if (result >= LEAST) {
+    if (result >= LEAST || (name == FSYNC && !result)) {
         __atomic_fetch_add(&counts[name][0], 1, __ATOMIC_RELAXED);
         __atomic_fetch_add(&counts[name][1], (uint64_t)result, __ATOMIC_RELAXED);
     }
@@ -95,6 +95,9 @@ static void every_call(const char *folder, char *buffer) {
     saw(PREADV, preadv64(fd, pieces, 1, 64));
     saw(PREADV, preadv2(fd, pieces, 2, 0, 0));
     saw(PREADV, preadv64v2(fd, pieces, 2, -1, 0));
+    saw(FSYNC, fsync(fd));
+    saw(FSYNC, fdatasync(fd));
+    saw(FSYNC, fsync(-1));
     must(lseek(fd, 0, SEEK_SET) == 0, "seek");
     saw(READ, read(fd, buffer, BYTES));
     saw(READ, read(fd, buffer, 100));

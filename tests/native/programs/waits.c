@@ -1,5 +1,5 @@
-/* Waits in every way that the interposer looks at, at descriptors by which others ask and at others. Prints a line a wait,
- * `name` where it is to be told, and after "results" each call's answer and errno. Argument: MODE.
+/* Waits in every way that the interposer looks at, at descriptors by which others ask and at others. Prints a line a
+ * wait, `name` where it is to be told, and after "results" each call's answer and errno. Argument: MODE.
  *
  * A helper lets a wait end when the kernel says that its thread sleeps and some milliseconds have passed since. */
 #define _GNU_SOURCE
@@ -43,7 +43,9 @@ static void step(void) {
 
 /* ---- who lets waits end ------------------------------------------------------------------------------------------ */
 
-enum action { NOTHING, CONNECTS, SENDS, INTERRUPTS, CANCELS };
+enum action { NOTHING, CONNECTS, SENDS, SENDS_MUCH, INTERRUPTS, CANCELS };
+enum { LARGE = 32 << 10 };
+static char large[LARGE], received[LARGE];
 static atomic_int action, ends_by, thread_id;
 static pthread_t waiter;
 static struct sockaddr_in address;
@@ -71,6 +73,7 @@ static void *help(void *nothing) {
             must(!connect(client, (struct sockaddr *)&address, sizeof address), "connect");
         }
         if (what == SENDS) must(write(fd, "x", 1) == 1, "send");
+        if (what == SENDS_MUCH) must(write(fd, large, LARGE) == LARGE, "send");
         if (what == INTERRUPTS) pthread_kill(waiter, SIGUSR1);
         if (what == CANCELS) pthread_cancel(waiter);
     }
@@ -160,6 +163,22 @@ static void in_receiving(int fd, int end, int told) {
     WAITS("recv", told, SENDS, end, recv(fd, bytes, sizeof bytes, 0));
     WAITS("recv", told, SENDS, end, recvfrom(fd, bytes, sizeof bytes, 0, NULL, NULL));
     WAITS("recv", told, SENDS, end, recvmsg(fd, &message, 0));
+    WAITS("recv", told, SENDS_MUCH, end, recv(fd, received, LARGE, MSG_WAITALL));
+}
+
+/* One that has no peer gets from anybody. */
+static void in_datagrams(void) {
+    int server = socket(AF_INET, SOCK_DGRAM, 0), from = socket(AF_INET, SOCK_DGRAM, 0);
+    struct sockaddr_in to = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK)}, back = to;
+    socklen_t bytes = sizeof to;
+    must(!bind(server, (struct sockaddr *)&to, bytes) && !bind(from, (struct sockaddr *)&back, bytes), "bind");
+    must(!getsockname(server, (struct sockaddr *)&to, &bytes) && !connect(from, (struct sockaddr *)&to, bytes), "to");
+    in_receiving(server, from, 1);
+    must(!getsockname(from, (struct sockaddr *)&back, &bytes), "name");
+    must(!connect(server, (struct sockaddr *)&back, bytes), "back");
+    in_receiving(from, server, 0); /* asked for by the program itself */
+    close(server);
+    close(from);
 }
 
 static void all(void) {
@@ -175,6 +194,7 @@ static void all(void) {
     in_sets(pipes[0], pipes[1], 0);
     in_sets(pair[0], pair[1], 0);
     in_receiving(pair[0], pair[1], 0);
+    in_datagrams();
     struct pollfd both[] = {{.fd = pipes[0], .events = POLLIN}, {.fd = served, .events = POLLIN}};
     WAITS("poll", 1, SENDS, asked, poll(both, 2, -1));
     take(served);
