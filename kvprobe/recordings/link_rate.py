@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvprobe.recordings.assemble import among
-from kvprobe.recordings.model import Array, Direction, Engine, Memory, Recording
+from kvprobe.recordings.model import Array, CallKind, Direction, Engine, Memory, Recording
 
 __all__ = [
     "FROM_COPIES",
@@ -89,14 +89,15 @@ def link_rate(recording: Recording, direction: Direction) -> tuple[float, str]:
 
     The machine's own figure where the recording has one; else the ninth decile of pinned copies of at least 1 MiB in
     this recording (a lower bound of the link), also of those between two marks. Where most bytes are copied row by row
-    (`cudaMemcpy2D`), copies tell nothing of the link: short rows take a copy engine longer than the link.
+    (`cudaMemcpy2D`) or by batches of smaller copies, they tell nothing of the link: short pieces take a copy engine
+    longer than the link.
     """
     fact = recording.machine.get("link_bytes_per_s")
     if isinstance(fact, dict):
         fact = fact.get(direction.name.lower(), fact.get(direction.name))
     if fact:
         return float(fact), recording.machine_how.get("link_bytes_per_s", "stated for this machine")
-    if _mostly(recording, direction, _by_rows(recording)):
+    if _mostly(recording, direction, _in_pieces(recording)):
         return 0.0, "unknown"
     for table in (recording.executions, recording.spans):
         rows = np.flatnonzero((table["bytes"] >= LARGE_BYTES) & (table["engine"] == Engine.COPY))
@@ -105,7 +106,7 @@ def link_rate(recording: Recording, direction: Direction) -> tuple[float, str]:
         if table is recording.executions:
             large = (took > 0) & (table["memory"][rows] != Memory.PAGEABLE)
         else:
-            large = (took > 0) & (size >= LARGE_BYTES * np.maximum(table["count"][rows], 1))
+            large = (took > 0) & (size // np.maximum(table["count"][rows], 1) >= LARGE_BYTES)
             measured = large & (table["error_ns"][rows] == 0)  # else their length was computed
             large = measured if measured.any() else large
         if large.any() and (table is recording.executions or not _pageable(recording, direction)):
@@ -113,10 +114,12 @@ def link_rate(recording: Recording, direction: Direction) -> tuple[float, str]:
     return 0.0, "unknown"
 
 
-def _by_rows(recording: Recording) -> Array:
-    """Mask of the calls that copy one row of an array after the other."""
+def _in_pieces(recording: Recording) -> Array:
+    """Mask of the calls that copy one row of an array after the other, or a batch of copies that are not large."""
+    calls = recording.calls
     rows = [number for number, name in enumerate(recording.names) if "memcpy2d" in name.lower().replace("_", "")]
-    return among(recording.calls["name"], rows)
+    batches = (calls["kind"] == CallKind.BATCH) & (calls["bytes"] // np.maximum(calls["count"], 1) < LARGE_BYTES)
+    return np.asarray(among(calls["name"], rows) | batches)
 
 
 def _pageable(recording: Recording, direction: Direction) -> bool:

@@ -190,7 +190,7 @@ def _lengths(mixed: Mixed, runs: Runs) -> tuple[Array, Array, Array]:
     bounded = np.isfinite(high[:, KERNEL]) & np.isfinite(together[1])
     divided = mixed.late & bounded & (np.abs(most - least) <= 2 * MOST * mixed.length)
     alone = ((mixed.alone[:, COPIES] >= 0) | (copies == 0)).all(axis=1)
-    small = (mixed.bytes[:, COPIES] < LARGE_BYTES * np.maximum(copies, 1)).all(axis=1)
+    small = (mixed.bytes[:, COPIES] // np.maximum(copies, 1) < LARGE_BYTES).all(axis=1)
     known = (small | mixed.late & (kernels == 0)) & (mixed.many[:, others].sum(axis=1) == 0)
     known &= np.where(kernels > 0, divided, mixed.late | alone)
     took = np.zeros(mixed.many.shape)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvprobe.commands.doctor import rate_check
-from kvprobe.recordings.link_rate import link_of, rate_or_assumed
-from kvprobe.recordings.model import Direction, Recording
+from kvprobe.recordings.link_rate import link_of, link_rate, rate_or_assumed
+from kvprobe.recordings.model import CallKind, Direction, Engine, Recording, Table
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,27 @@ def test_a_rate_that_no_copy_tells_is_that_of_the_gpus_own_link():
     assert rate_or_assumed(recording, Direction.H2D) == (13.75e9, "assumed: PCIe 3.0 x16", "PCIe 3.0 x16")
     recording.machine["link_bytes_per_s"] = 12e9
     assert rate_or_assumed(recording, Direction.H2D) == (12e9, "stated for this machine", "")
+
+
+def spans(count: int, size: int) -> Table:
+    columns = {"start_ns": [0], "end_ns": [10_000_000], "engine": [Engine.COPY], "direction": [Direction.H2D]}
+    return Table("spans", {**columns, "count": [count], "bytes": [count * size]})
+
+
+def batch(count: int, size: int) -> Table:
+    columns = {"start_ns": [0], "end_ns": [1], "kind": [CallKind.BATCH], "direction": [Direction.H2D]}
+    return Table("calls", {**columns, "count": [count], "bytes": [count * size]})
+
+
+@pytest.mark.parametrize(("count", "size", "large"), [(16, 1 << 20, True), (16, 1 << 16, False), (4096, 4096, False)])
+def test_only_large_copies_tell_the_links_rate(count: int, size: int, large: bool):
+    """However many small ones lie between two marks, or are in one call."""
+    recording = Recording([], {"spans": spans(count, size)})
+    rate, _ = link_rate(recording, Direction.H2D)
+    assert rate == (pytest.approx(count * size * 100) if large else 0)
+    recording = Recording([], {"calls": batch(count, size), "spans": spans(1, count * size)})
+    rate, _ = link_rate(recording, Direction.H2D)
+    assert (rate > 0) == large
 
 
 def test_doctor_and_a_report_say_the_same_of_a_link():
