@@ -1,20 +1,25 @@
-"""What a program loses to timing events in its streams, second by second: steps with a wait a layer, and small copies.
+"""What recording adds to a step with a wait a layer, with timing events in its streams and without them.
 
-    python benchmarks/marks_cost.py [--rounds 5] [--seconds 4]
+    python benchmarks/marks_cost.py [--rounds 3] [--seconds 12] [--json]
 
-A process makes both kinds of work by turns for so many seconds: a step of 32 layers, each a load beside four kernels
-and a wait of the compute stream for it; and 256 copies of 4 KiB, then a wait. It runs as it is, under `kvprobe run`
-without marks, and with them, each after each. Printed: what a step and a copy take as a mean, in the first second and
-after it, and how much more that is than without marks and than unwatched: the median of the rounds, and its range.
+A step has 32 layers, each a load beside four kernels of 8 us and a wait of the compute stream for it. It is made by
+turns in two sets of streams of one process: in one it is recorded, and in the other its calls lead past the interposer
+(as in copy_cost.py). So neither the machine's clock speed nor its other guests change between the two of a pair. A
+round attaches the interposer anew, with marks or without, or not at all: what the second set takes more then is its
+own, and is taken off. Told are, of the first second, of the five after it in which marks may cost more, and of the
+time after these, the median of all differences, and their mean without the hundredth at either end, as marks come in
+stretches: few steps have them. Marks are bounded by what they cost of a second, and half of each goes unrecorded here:
+what they add to a step counts twice.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import ctypes as ct
 import json
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -22,84 +27,115 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "corpus"), str(ROOT)]
 
-from copy_loop import loop_of  # noqa: E402
 from device import H2D, Device, now  # noqa: E402
 
-WAYS = ("unwatched", "off", "auto")
-LAYERS, KERNEL_NS, COPIES = 32, 8_000, 256
+from kvprobe.native import build  # noqa: E402
+
+BARE, WAYS = "not attached", ("off", "auto")  # of KVPROBE_MARKS
+LAYERS, KERNEL_NS, SIZE = 32, 8_000, 64 << 10
+PARTS = {"first second": 1, "next five": 6, "after these": float("inf")}  # until when, seconds
+CUT = 100  # a hundredth at either end
+
+Pairs = list[tuple[int, int]]
 
 
-def work(seconds: float) -> dict[str, list[float]]:
-    """Mean ns of a step and of a copy, by whole seconds since the first of them began."""
-    d = Device(64 << 20)
-    copies = loop_of(d, 4096, 1)
-    size = 64 << 10
-    spent: dict[str, dict[int, list[int]]] = {"step": {}, "copy": {}}
-    began = now()
-    while (at := now()) - began < seconds * 1e9:
-        second = int((at - began) / 1e9)
-        for layer in range(LAYERS):
-            d.copy(d.device + layer * size, d.host + layer * size, size, H2D, d.copies[0])
-            d.order(d.compute, d.copies[0], layer)
-            for _ in range(4):
-                d.launch(KERNEL_NS)
-        d.sync(d.compute)
-        spent["step"].setdefault(second, []).append(now() - at)
+def step(d: Device) -> int:
+    """How long one takes, ns."""
+    begin = now()
+    for layer in range(LAYERS):
+        d.copy(d.device + layer * SIZE, d.host + layer * SIZE, SIZE, H2D, d.copies[0])
+        d.order(d.compute, d.copies[0], layer)
         for _ in range(4):
-            begin = now()
-            copies(COPIES, d.copies[1])
-            spent["copy"].setdefault(second, []).append((now() - begin) // COPIES)
-            d.sync(d.copies[1])
-    return {name: [statistics.fmean(some) for _, some in sorted(by.items())] for name, by in spent.items()}
+            d.launch(KERNEL_NS)
+    d.sync(d.compute)
+    return now() - begin
 
 
-def main() -> int:
-    """Prints the table."""
+def pairs_of(library: ct.CDLL | None, plain: Device, other: Device, seconds: float) -> dict[str, Pairs]:
+    """Steps of `other` and of `plain`, ns, of each part of a round; where `library` is attached, its words switch."""
+    pairs: dict[str, Pairs] = {part: [] for part in PARTS}
+    began = now()
+    while (passed := now() - began) < seconds * 1e9:
+        if library:
+            library.kvprobe_lead(1)
+        one = step(other)
+        if library:
+            library.kvprobe_lead(0)
+        part = next(part for part, until in PARTS.items() if passed < until * 1e9)
+        pairs[part].append((one, step(plain)))
+    return pairs
+
+
+def recorded(library: ct.CDLL, run: Path, plain: Device, other: Device, seconds: float) -> dict[str, Pairs]:
+    """The same where the steps of `other` are recorded in the folder `run`."""
+    if library.kvprobe_attach(library._name.encode(), bytes(run), b"copies", 1 << 28) < 0:
+        sys.exit("marks_cost: the interposer could not be attached")
+    watched = copy.copy(other)
+    watched.lib = Device(64 << 20).lib  # its functions are the wrappers
+    launches = [ct.cast(one.lib.cudaLaunchKernel, ct.c_void_p).value for one in (plain, watched)]
+    if launches[0] == launches[1]:
+        sys.exit("marks_cost: the calls of this process are not recorded")
+    pairs = pairs_of(library, plain, watched, seconds)
+    library.kvprobe_lead(1)
+    watched.synchronize()
+    library.kvprobe_detach()
+    return pairs
+
+
+def main() -> None:
+    """Measures and prints."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=4)
-    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=12)
+    parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
-    if given.work:
-        print(json.dumps(work(given.seconds)))
-        return 0
-    found: dict[str, dict[str, list[list[float]]]] = {way: {"step": [], "copy": []} for way in WAYS}
-    for number in range(given.rounds):
-        for place in range(len(WAYS)):
-            way = WAYS[(number + place) % len(WAYS)]
-            for name, by_second in ran(way, given.seconds).items():
-                found[way][name].append(by_second)
-    for name, unit in (("step", "µs"), ("copy", "ns")):
-        for label, part in (("first second", slice(0, 1)), ("after it", slice(1, None))):
-            means = {way: [statistics.fmean(one[part]) for one in found[way][name]] for way in WAYS}
-            plain = statistics.median(means["unwatched"])
-            print(f"{name}, {label}: unwatched {plain / (1e3 if unit == 'µs' else 1):,.1f} {unit}", end="")
-            for way, against in (("off", "unwatched"), ("auto", "off"), ("auto", "unwatched")):
-                more = [one - other for one, other in zip(means[way], means[against], strict=True)]
-                share = [100 * one / other for one, other in zip(more, means[against], strict=True)]
-                print(
-                    f"; marks {way} less {against}: {statistics.median(more):+,.0f} ns, "
-                    f"{statistics.median(share):+.2f}% ({min(share):+.2f} to {max(share):+.2f})",
-                    end="",
-                )
-            print(flush=True)
-    return 0
+    plain, other = Device(64 << 20), Device(64 << 20)
+    found: dict[str, dict[str, Pairs]] = {way: {part: [] for part in PARTS} for way in (BARE, *WAYS)}
+    with tempfile.TemporaryDirectory(prefix="kvprobe-marks-cost-") as name:
+        build.build(Path(name), ("-DKVP_LEADS_BY_TURNS",))
+        library = ct.CDLL(f"{name}/libkvprobe_interpose.so", mode=os.RTLD_NOW | os.RTLD_LOCAL)
+        library.kvprobe_attach.argtypes = [ct.c_char_p, ct.c_char_p, ct.c_char_p, ct.c_uint64]
+        for number in range(given.rounds):
+            for way in found:
+                run = Path(name) / f"{number}-{way}"
+                run.mkdir()
+                os.environ["KVPROBE_MARKS"] = way
+                if way in WAYS:
+                    more = recorded(library, run, plain, other, given.seconds)
+                else:
+                    more = pairs_of(None, plain, other, given.seconds)
+                for part, pairs in more.items():
+                    found[way][part] += pairs
+    own = summed([pair for pairs in found[BARE].values() for pair in pairs])
+    told = {BARE: own}
+    for way in WAYS:
+        for part, pairs in ((part, pairs) for part, pairs in found[way].items() if len(pairs) > 1):
+            one = told[f"marks {way}, {part}"] = summed(pairs)
+            one |= {name: one[name] - own[name] for name in ("median_ns", "mean_ns")}
+    if given.json:
+        print(json.dumps({"gpu": plain.gpu, "layers": LAYERS, "rounds": given.rounds, **told}, indent=2))
+        return
+    for label, one in told.items():
+        percent = {name: one[name] / one["step_us"] / 10 for name in ("median_ns", "mean_ns", "error_ns")}
+        print(
+            f"{label:24} {one['steps']:6,} steps of {one['step_us']:,.1f} us: median {one['median_ns']:+,.0f} ns "
+            f"({percent['median_ns']:+.2f}%), mean {one['mean_ns']:+,.0f} ns "
+            f"({percent['mean_ns']:+.2f}%, standard error {percent['error_ns']:.2f})"
+        )
 
 
-def ran(way: str, seconds: float) -> dict[str, list[float]]:
-    """The work in a process of its own, watched this way."""
-    program = [sys.executable, __file__, "--work", "--seconds", str(seconds)]
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    env = os.environ | {"PYTHONPATH": path, "KVPROBE_MARKS": way}
-    with tempfile.TemporaryDirectory() as folder:
-        run = [sys.executable, "-m", "kvprobe", "run", "--no-stacks", "--report", "none", "-o", f"{folder}/run", "--"]
-        command = program if way == "unwatched" else [*run, *program]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
-        if done.returncode:
-            raise SystemExit(done.stderr)
-    said: dict[str, list[float]] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-    return said
+def summed(pairs: Pairs) -> dict[str, float]:
+    """What a step of the plain set takes, and how much more one of the other."""
+    more = sorted(one - bare for one, bare in pairs)
+    kept = more[len(more) // CUT : len(more) - len(more) // CUT]
+    return {
+        "steps": len(more),
+        "step_us": statistics.median(bare for _, bare in pairs) / 1e3,
+        "median_ns": statistics.median(more),
+        "mean_ns": statistics.fmean(kept),
+        "error_ns": statistics.stdev(kept) / len(kept) ** 0.5,
+    }
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
