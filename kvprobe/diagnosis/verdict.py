@@ -69,11 +69,6 @@ class Verdict:
     reason: str
     missing: tuple[MissingPart, ...] = ()
 
-    @property
-    def green(self) -> bool:
-        """Whether enough was seen to say that nothing is wrong."""
-        return self.state == "healthy"
-
     def to_json(self) -> VerdictJson:
         """The three fields."""
         return {
