@@ -12,8 +12,9 @@ Signature: a thread reads or writes files, or memory that copies to or from a GP
 If the thread that launches spends a tenth of the window in reads and writes, the recording is not healthy, whatever the
 GPU does.
 
-Time lost: the time in these reads and writes. Predicted saving: reading ahead, on a thread that does not launch, saves
-all of this time. Computing the tokens instead of reading them saves the difference, if reading takes longer.
+Time lost: the time in these reads and writes. Predicted saving: reading ahead and writing behind, on a thread that does
+not launch, saves all of this time. Computing the tokens instead of reading them saves the difference, if reading takes
+longer.
 
 Needs: `kvprobe run` or `attach`. A server's adapter tells the rate below which a tier is slower than computing: the
 bytes of a token, and how long the prefill of a token takes.
@@ -30,7 +31,8 @@ from kvprobe.diagnosis import offload_benefit
 from kvprobe.diagnosis.finding import COUNTED, MEASURED, Change, Evidence, Finding, Loss, NotLookedFor, Where, cause_of
 from kvprobe.diagnosis.joined import CRITICAL, JoinedRecording, ms, size
 from kvprobe.durations import percent_text
-from kvprobe.recordings.intervals import Cover, union
+from kvprobe.recordings.assemble import among
+from kvprobe.recordings.intervals import Cover, distinct, union
 from kvprobe.recordings.model import Array, Direction, Recording
 from kvprobe.recordings.tier_uses import place_text
 
@@ -77,7 +79,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     if not len(waits.start):
         return None
     evidence, slowest = _of_places(joined.recording, waits.rows)
-    evidence += _fed(joined, waits.rows)
+    evidence += [*_flushed(joined.recording, waits.rows), *_fed(joined, waits.rows)]
     known = _break_even(joined, waits.rows)
     lost = int(waits.ns.sum())
     callers = np.unique(waits.caller).tolist()
@@ -102,7 +104,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         "certain",
         loss,
         evidence=[*evidence[:1], *known.evidence, *evidence[1:]],
-        cure=[*known.changes, *_CURE],
+        cure=[*known.changes, *_changes(joined.recording, waits.rows)],
         reason=known.reason,
     )
     if found is not None and found.severity == "info" and waits.launching >= CRITICAL:
@@ -110,13 +112,24 @@ def find(joined: JoinedRecording) -> Finding | None:
     return found
 
 
-_CURE = (
-    Change("Read ahead: begin when a request is queued, on a thread that does not launch", share=1.0),
-    Change(
-        "Keep more blocks in CPU memory, so that fewer are read: `kvprobe size` says how many more are found there",
-        "setting",
-    ),
-)
+def _changes(recording: Recording, rows: Array) -> list[Change]:
+    """What to do about these operations, each with its part of their time."""
+    table = recording.tier_operations
+    took, writes = (table["end_ns"] - table["start_ns"])[rows], table["writes"][rows] > 0
+    written = float(took[writes].sum()) / max(int(took.sum()), 1)
+    reading = [
+        Change("Read ahead: begin when a request is queued, on a thread that does not launch", share=1 - written),
+        Change(
+            "Keep more blocks in CPU memory, so that fewer are read: `kvprobe size` says how many more are found there",
+            "setting",
+        ),
+    ]
+    writing = [
+        Change("Write behind: hand the bytes to a thread that does not launch, and go on with the step", share=written)
+    ]
+    if _flushes(recording, rows).any():
+        writing.append(Change("Flush once for several steps, and not after each"))
+    return reading * (not writes.all()) + writing * bool(writes.any())
 
 
 # ---- who waited ------------------------------------------------------------------------------------------------------
@@ -208,6 +221,21 @@ def _of_places(recording: Recording, rows: Array) -> tuple[list[Evidence], str]:
 def _gb_per_s(moved: float, ns: float) -> str:
     """A rate for a sentence."""
     return f"{moved / max(ns, 1):.3g} GB/s"
+
+
+def _flushes(recording: Recording, rows: Array) -> Array:
+    """Mask over operations: they waited until a file was on its disk."""
+    name = recording.tier_operations["name"][rows]
+    return among(name, [number for number in distinct(name).tolist() if recording.text(number) == "fsync"])
+
+
+def _flushed(recording: Recording, rows: Array) -> list[Evidence]:
+    """How many of them only waited for a disk, and how long."""
+    table, mine = recording.tier_operations, rows[_flushes(recording, rows)]
+    if not len(mine):
+        return []
+    ns = int((table["end_ns"] - table["start_ns"])[mine].sum())
+    return [Evidence(f"{len(mine):,} of them waited until a file was on its disk: {ms(ns)}", ns, "ns", MEASURED)]
 
 
 def _fed(joined: JoinedRecording, rows: Array) -> list[Evidence]:

@@ -95,7 +95,7 @@ CURES: dict[Line, Change] = {
         "Prepare the next step while this one runs, in another process or thread: the GPU waits for Python", share=1.0
     ),
     Line.NO_CPU: Change("Give the server CPUs of its own (a larger quota, `taskset`, fewer processes)", share=1.0),
-    Line.TIER: Change("Read ahead of the step that needs the bytes, on another thread", share=1.0),
+    Line.TIER: Change("Read ahead of the step that needs the bytes, and write behind it, on another thread", share=1.0),
     Line.ELSEWHERE: Change("Do the thread's other work while the GPU runs the step before", share=1.0),
 }
 SLEPT = "slept, or waited for something outside CUDA"

@@ -135,6 +135,30 @@ def test_a_throttled_file_is_named_with_its_path_rate_and_share(runtime: Runtime
     assert of_recording(recording, found).state == "found"
 
 
+@pytest.mark.parametrize("written", [STEPS, STEPS // 4])
+def test_writes_are_to_be_made_behind_the_step_and_flushed_less_often(
+    runtime: Runtime, tier: Callable[..., Tier], written: int
+) -> None:
+    """Every second write is a flush; where more is read than written, reading ahead comes first."""
+    recording, _ = from_tier(runtime, tier(0.2 * RATE))
+    table, names = recording.tier_operations, Names(recording.names)
+    rows = np.arange(STEPS)
+    kinds = names.map(["write", "fsync"])
+    columns = {name: table[name] for name in table.columns}
+    columns |= {"writes": (rows < written).astype(np.uint8), "name": np.where(rows < written, kinds[rows % 2], 0)}
+    recording.tables["tier_operations"] = Table("tier_operations", columns)
+    recording.names = names.list
+    one = named(examine(recording))
+    texts = [change.text.split(":")[0] for change in one.cure]
+    reading = {"Read ahead", "Keep more blocks in CPU memory, so that fewer are read"}
+    assert {*texts} - reading == {"Write behind", "Flush once for several steps, and not after each"}
+    assert {*texts} >= reading if written < STEPS else not {*texts} & reading
+    assert texts[0] == ("Write behind" if written == STEPS else "Read ahead")
+    share = max(written, STEPS - written) / STEPS
+    assert one.cure[0].predicted_saving_ns == pytest.approx(share * one.lost_ns, rel=0.03)
+    assert any(f"{written // 2} of them waited until a file was on its disk" in said.text for said in one.evidence)
+
+
 def test_where_no_rate_is_told_it_is_said_that_recomputing_cannot_be_judged(
     runtime: Runtime, tier: Callable[..., Tier]
 ) -> None:
