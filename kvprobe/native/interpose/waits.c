@@ -61,8 +61,10 @@ static int has_peer(int fd) {
 }
 
 /* Before the first call of CUDA, too: connections may last. */
+static int may_ask(void) { return kvp_watch.on && (!kvp_ring_is_open() || active()); }
+
 static void is_asked_by(int fd) {
-    if (fd < 0 || !kvp_watch.on || (kvp_ring_is_open() && !active())) return;
+    if (fd < 0 || !may_ask()) return;
     int was = errno;
     uint64_t number = number_of(fd);
     if (number) atomic_store_explicit(&asked_by[number % SOCKETS], number, memory_order_relaxed);
@@ -73,7 +75,7 @@ typedef int bind_fn(int fd, const struct sockaddr *to, socklen_t bytes);
 any_fn *_Atomic kvp_real_bind;
 int kvp_our_bind(int fd, const struct sockaddr *to, socklen_t bytes) {
     int result = AS(bind)(fd, to, bytes), was = errno;
-    if (!result && takes_datagrams(fd)) is_asked_by(fd);
+    if (!result && may_ask() && takes_datagrams(fd)) is_asked_by(fd);
     errno = was;
     return result;
 }

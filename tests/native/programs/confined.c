@@ -1,5 +1,7 @@
-/* Copies where little is allowed: confined signals|strict|filter|refused|unopened|descriptors CALLS. Prints the copies it made. */
+/* Copies where little is allowed: confined signals|strict|filter|refused|unopened|descriptors CALLS. Prints the copies
+ * it made. */
 #define _GNU_SOURCE
+#include <arpa/inet.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <pthread.h>
@@ -10,6 +12,7 @@
 #include <string.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
 #include <unistd.h>
@@ -27,11 +30,12 @@ static void handler(int signal) {
     copies(1);
 }
 
-/* Kills for everything but writing and leaving. */
+/* Kills for everything but writing, giving a socket its address, and leaving. */
 static void confine(void) {
     struct sock_filter rules[] = {
         {BPF_LD | BPF_W | BPF_ABS, 0, 0, offsetof(struct seccomp_data, nr)},
-        {BPF_JMP | BPF_JEQ | BPF_K, 2, 0, SYS_write},
+        {BPF_JMP | BPF_JEQ | BPF_K, 3, 0, SYS_write},
+        {BPF_JMP | BPF_JEQ | BPF_K, 2, 0, SYS_bind},
         {BPF_JMP | BPF_JEQ | BPF_K, 1, 0, SYS_exit_group},
         {BPF_RET | BPF_K, 0, 0, SECCOMP_RET_KILL_PROCESS},
         {BPF_RET | BPF_K, 0, 0, SECCOMP_RET_ALLOW},
@@ -55,11 +59,16 @@ int main(int argc, char **argv) {
     if (!strcmp(mode, "descriptors")) setrlimit(RLIMIT_NOFILE, &(struct rlimit){3, 3});
     if (strcmp(mode, "unopened")) copies(100);
     if (!strcmp(mode, "descriptors")) {
-    } else if (!strcmp(mode, "refused")) prctl(PR_SET_SECCOMP, 77, NULL); /* no such mode: nothing is confined */
+    } else if (!strcmp(mode, "refused"))
+        prctl(PR_SET_SECCOMP, 77, NULL); /* no such mode: nothing is confined */
     else if (!strcmp(mode, "strict")) {
         if (prctl(PR_SET_SECCOMP, SECCOMP_MODE_STRICT)) return 9;
-    } else
+    } else {
+        int fd = socket(AF_INET, SOCK_DGRAM, 0);
+        struct sockaddr_in any = {.sin_family = AF_INET};
         confine();
+        if (bind(fd, (struct sockaddr *)&any, sizeof any)) return 7;
+    }
     copies(n);
     /* no stdio: it may ask what kind of file it writes to */
     long number = made;
