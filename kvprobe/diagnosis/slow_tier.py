@@ -117,19 +117,22 @@ def _changes(recording: Recording, rows: Array) -> list[Change]:
     table = recording.tier_operations
     took, writes = (table["end_ns"] - table["start_ns"])[rows], table["writes"][rows] > 0
     written = float(took[writes].sum()) / max(int(took.sum()), 1)
-    reading = [
-        Change("Read ahead: begin when a request is queued, on a thread that does not launch", share=1 - written),
-        Change(
-            "Keep more blocks in CPU memory, so that fewer are read: `kvprobe size` says how many more are found there",
-            "setting",
-        ),
-    ]
-    writing = [
-        Change("Write behind: hand the bytes to a thread that does not launch, and go on with the step", share=written)
-    ]
+    out = []
+    if not writes.all():
+        out += [
+            Change("Read ahead: begin when a request is queued, on a thread that does not launch", share=1 - written),
+            Change(
+                "Keep more blocks in CPU memory, so that fewer are read: `kvprobe size` says how many more are found "
+                "there",
+                "setting",
+            ),
+        ]
+    if writes.any():
+        text = "Write behind: hand the bytes to a thread that does not launch, and go on with the step"
+        out.append(Change(text, share=written))
     if _flushes(recording, rows).any():
-        writing.append(Change("Flush once for several steps, and not after each"))
-    return reading * (not writes.all()) + writing * bool(writes.any())
+        out.append(Change("Flush once for several steps, and not after each"))
+    return out
 
 
 # ---- who waited ------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 /* Copies one block again and again: "same", "rewritten" before each copy, or "failing"; "batch": in parts, by one call,
- * "rewritten-batch": whose last part is another each time; "rows", "rewritten-rows": likewise of a 2D copy of columns,
- * "apart": of one whose rows lie apart on the device as well. */
+ * "rewritten-batch": whose last part is another each time; "rows": a 2D copy of columns, beside which
+ * other bytes are written each time, "rewritten-rows": whose last rows are others each time, "apart": of one whose rows
+ * lie apart on the device as well. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -39,6 +40,11 @@ int main(int argc, char **argv) {
     int failed = 0;
     for (int i = 0; i < TIMES; i++) {
         if (!strcmp(how, "rewritten")) *(uint32_t *)host = (uint32_t)i;
+        if (!strcmp(how, "rows"))
+            for (int row = 0; row < SIZE / ROW; row++) {
+                memset((uint8_t *)host + row * ROW, i, ROW / 2);
+                memset((uint8_t *)host + row * ROW + ROW * 3 / 4, i, ROW / 4);
+            }
         if (!strcmp(how, "rewritten-batch") || !strcmp(how, "rewritten-rows"))
             memset((uint8_t *)host + SIZE / 2, i, SIZE / 2);
         if (strstr(how, "batch"))
