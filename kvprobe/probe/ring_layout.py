@@ -18,6 +18,7 @@ PAGES = 69  # no call: page faults in one
 PAUSE = 70  # no call: what CPU time was used between two
 WAITS = ("", "accept", "poll", "select", "epoll_wait", "recv")  # enum kvp_wait: a pause's `result`
 DESTINATION = 81  # no call: what the device had where a load went
+FSYNC = 82  # of no bytes
 NO_CALLS = np.array([SPAN, COVERAGE, GRAPH, CONTENTS, PAGES, PAUSE, DESTINATION])
 SEVERAL, SEVERAL_MOST = 0x80, 64  # in a record's call: it stands for several calls, so many at most
 HEADER_BYTES = 4096
@@ -115,7 +116,7 @@ CALLS: dict[int, tuple[str, str]] = {
     79: ("FREE", "cudaMemPoolTrimTo"),
     80: ("FREE", "cuMemPoolTrimTo"),
     DESTINATION: ("NOTE", "destination"),
-    82: ("FILE", "fsync"),
+    FSYNC: ("FILE", "fsync"),
 }
 # Reads and writes of tiers: no CUDA calls, on no stream (kvp.h).
 FILE_CALLS = np.array([number for number, (kind, _) in CALLS.items() if kind == "FILE"])

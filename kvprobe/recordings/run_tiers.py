@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvprobe.probe.ring import SANE, UNTIMED
-from kvprobe.probe.ring_layout import CALLS, FILE_CALLS
+from kvprobe.probe.ring_layout import CALLS, FILE_CALLS, FSYNC
 from kvprobe.recordings.adapter_events import ns_of
 from kvprobe.recordings.assemble import sorted_table
 from kvprobe.recordings.model import Array, Recording, Table
@@ -85,7 +85,7 @@ def _places(row: int, process: Process, slots: Array) -> list[dict[str, Any]]:
         line = told.get(place, {})
         mine = slots[slots["stream"] == place]
         wrote = (mine["direction"] & 15) == WRITE
-        if not mine["bytes"].any():
+        if not mine["bytes"].any() and FSYNC not in mine["call"]:
             continue
         sums: dict[str, Any] = {
             "process": row,

@@ -14,6 +14,7 @@ import pytest
 
 from kvprobe.probe.ring import CALLS, RingSnapshot, read_ring
 from kvprobe.recordings.kvprobe_run import read
+from kvprobe.recordings.tier_uses import tier_uses
 from kvprobe.reporting.summaries import summary
 from tests.native.test_interpose_counts import environment
 
@@ -126,6 +127,18 @@ def test_the_recording_has_a_table_of_places_and_one_of_operations(
     assert {(row[4], row[5]) for row in table.rows} == {
         (what, place) for what in ("read", "write") for place in (str(folder), "pipe", "unix socket")
     }
+
+
+def test_a_file_that_is_only_flushed_is_a_place(program: Path, libraries: Path, tmp_path: Path, run: Path) -> None:
+    """What is written to it is too little to be kept."""
+    own, _ = play(program, environment(libraries, run), folder := files(tmp_path), "flushes")
+    recording = read(run)
+    tiers, operations = recording.tiers, recording.tier_operations
+    assert own == {"fsync": (3, 0)} and [recording.text(int(one)) for one in tiers["path"]] == [str(folder)]
+    assert (tiers["writes"].tolist(), tiers["write_bytes"].tolist()) == ([3], [0])
+    assert tier_uses(recording).tier.tolist() == [True] * 3 and int(tiers["write_ns"][0]) == int(
+        (operations["end_ns"] - operations["start_ns"]).sum()
+    )
 
 
 def test_a_process_without_a_call_of_cuda_leaves_nothing(

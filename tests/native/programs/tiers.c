@@ -66,6 +66,15 @@ static int file_in(const char *folder, const char *name) {
     return fd;
 }
 
+/* Records of a log, each smaller than what is kept. */
+static void flushes(const char *folder, char *buffer) {
+    int fd = file_in(folder, "log");
+    for (int i = 0; i < 3; i++) {
+        saw(WRITE, write(fd, buffer, 100));
+        saw(FSYNC, fsync(fd));
+    }
+}
+
 static void every_call(const char *folder, char *buffer) {
     int fd = file_in(folder, "cache.bin"), ends[2], pair[2];
     traced = 1;
@@ -288,6 +297,7 @@ int main(int argc, char **argv) {
     }
     cuda();
     if (!strcmp(mode, "all")) every_call(folder, memory);
+    if (!strcmp(mode, "flushes")) flushes(folder, memory);
     if (!strcmp(mode, "threads")) threads(8);
     if (!strcmp(mode, "reuse")) reuse();
     if (!strcmp(mode, "signals")) signals();
