@@ -82,6 +82,20 @@ class Blocks:
         self.runtime.stream_destroy(self.stream)
 
 
+def switched(folder: Path) -> ct.CDLL:
+    """The interposer, compiled into `folder` with `kvprobe_lead`: its words lead to it, or past it."""
+    build.build(folder, ("-DKVP_LEADS_BY_TURNS",))
+    library = ct.CDLL(str(folder / "libkvprobe_interpose.so"), mode=os.RTLD_NOW | os.RTLD_LOCAL)
+    library.kvprobe_attach.argtypes = [ct.c_char_p, ct.c_char_p, ct.c_char_p, ct.c_uint64]
+    return library
+
+
+def attach(library: ct.CDLL, run: Path) -> None:
+    """Records into this folder from here on; ends the program where that cannot be."""
+    if library.kvprobe_attach(library._name.encode(), bytes(run), b"copies", 1 << 28) < 0:
+        sys.exit("the interposer could not be attached")
+
+
 def floor_of(folder: Path, copy: int) -> tuple[int, int]:
     """Addresses of the two functions of FLOOR around the function at `copy`."""
     source, library = folder / "floor.c", folder / "libfloor.so"
@@ -92,10 +106,9 @@ def floor_of(folder: Path, copy: int) -> tuple[int, int]:
     return tuple(ct.cast(getattr(floor, name), ct.c_void_p).value or 0 for name in ("calls", "reads"))  # type: ignore[return-value]
 
 
-def measure(library: ct.CDLL, path: Path, run: Path, known: Runtime, floor: tuple[int, int]) -> dict[str, float]:
+def measure(library: ct.CDLL, run: Path, known: Runtime, floor: tuple[int, int]) -> dict[str, float]:
     """One round: kind -> ns a copy more than unwatched; of "unwatched" all of it."""
-    if library.kvprobe_attach(bytes(path), bytes(run), b"copies", 1 << 28) < 0:
-        sys.exit("copy_cost: the interposer could not be attached")
+    attach(library, run)
     runtime = Runtime(known.path, known.provider)  # its functions are the wrappers
     real, recorded = (one.address("cudaMemcpyAsync") for one in (known, runtime))
     if real == recorded:
@@ -132,15 +145,12 @@ def main() -> None:
     rounds = []
     with tempfile.TemporaryDirectory(prefix="kvprobe-copy-cost-") as name:
         folder = Path(name)
-        build.build(folder, ("-DKVP_LEADS_BY_TURNS",))
-        path = folder / "libkvprobe_interpose.so"
-        library = ct.CDLL(str(path), mode=os.RTLD_NOW | os.RTLD_LOCAL)
-        library.kvprobe_attach.argtypes = [ct.c_char_p, ct.c_char_p, ct.c_char_p, ct.c_uint64]
+        library = switched(folder)
         floor = floor_of(folder, known.address("cudaMemcpyAsync"))
         for number in range(options.rounds):
             run = folder / str(number)
             run.mkdir()
-            rounds.append(measure(library, path, run, known, floor))
+            rounds.append(measure(library, run, known, floor))
     found = {kind: sorted(one[kind] for one in rounds) for kind in KINDS}
     if options.json:
         print(json.dumps({"device": known.provider, "copies": COPIES, "bytes": BYTES, "rounds": rounds}, indent=2))

@@ -27,9 +27,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "corpus"), str(ROOT)]
 
+from copy_cost import attach, switched  # noqa: E402
 from device import H2D, Device, now  # noqa: E402
-
-from kvprobe.native import build  # noqa: E402
 
 BARE, WAYS = "not attached", ("off", "auto")  # of KVPROBE_MARKS
 LAYERS, KERNEL_NS, SIZE = 32, 8_000, 64 << 10
@@ -68,8 +67,7 @@ def pairs_of(library: ct.CDLL | None, plain: Device, other: Device, seconds: flo
 
 def recorded(library: ct.CDLL, run: Path, plain: Device, other: Device, seconds: float) -> dict[str, Pairs]:
     """The same where the steps of `other` are recorded in the folder `run`."""
-    if library.kvprobe_attach(library._name.encode(), bytes(run), b"copies", 1 << 28) < 0:
-        sys.exit("marks_cost: the interposer could not be attached")
+    attach(library, run)
     watched = copy.copy(other)
     watched.lib = Device(64 << 20).lib  # its functions are the wrappers
     launches = [ct.cast(one.lib.cudaLaunchKernel, ct.c_void_p).value for one in (plain, watched)]
@@ -92,9 +90,7 @@ def main() -> None:
     plain, other = Device(64 << 20), Device(64 << 20)
     found: dict[str, dict[str, Pairs]] = {way: {part: [] for part in PARTS} for way in (BARE, *WAYS)}
     with tempfile.TemporaryDirectory(prefix="kvprobe-marks-cost-") as name:
-        build.build(Path(name), ("-DKVP_LEADS_BY_TURNS",))
-        library = ct.CDLL(f"{name}/libkvprobe_interpose.so", mode=os.RTLD_NOW | os.RTLD_LOCAL)
-        library.kvprobe_attach.argtypes = [ct.c_char_p, ct.c_char_p, ct.c_char_p, ct.c_uint64]
+        library = switched(Path(name))
         for number in range(given.rounds):
             for way in found:
                 run = Path(name) / f"{number}-{way}"
