@@ -63,6 +63,27 @@ for _ in range(3):
     assert ways == {(4, Direction.H2D), (8, Direction.D2H)}
 
 
+def test_a_copy_that_is_refused_stands_in_no_stream(libraries: Path, tmp_path: Path) -> None:
+    """Between kernels, alone and between copies that are taken; the first and the last kernel are seen as they are."""
+    body = """
+refused = lambda: d.lib.cudaMemcpyAsync(None, d.host, 4096, 1, d.compute)
+for step in range(3):
+    d.launch(2_000_000)
+    assert all(refused() for _ in range(500))
+    d.launch(1_000_000)
+    d.copy(d.device, d.host, 1 << 20, 1, d.compute)
+    assert refused() and refused()
+    d.copy(d.device, d.host, 1 << 20, 1, d.compute)
+    d.sync(d.compute)
+"""
+    recording = recorded(libraries, tmp_path, body)
+    spans = recording.spans
+    copies = (spans["engine"] == Engine.COPY) & (spans["bytes"] >= 1 << 20)
+    assert (int(spans["count"][copies].sum()), int(spans["bytes"][copies].sum())) == (6, 6 << 20)
+    assert int(spans["count"][spans["engine"] == Engine.COPY].sum()) < 30  # those before the first step
+    assert sum(busy(recording, Engine.KERNEL, 500_000)) == pytest.approx(9_000_000, abs=6 * NEAR_NS)
+
+
 def test_kernels_and_a_load_that_compute_waits_for(libraries: Path, tmp_path: Path) -> None:
     """A load of 4 MB at 4 GB/s behind which a kernel waits: 1.05 ms of copy, as long a wait, then the kernel's 3 ms."""
     body = """

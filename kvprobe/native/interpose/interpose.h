@@ -189,7 +189,8 @@ void kvp_marks_start(void);
 void kvp_marks_stop(void);
 int kvp_mark_before(const kvp_record *record);
 void kvp_mark_after(const kvp_record *record);
-void kvp_mark_event(uint64_t stream); /* the program records one: it takes a slot */
+void kvp_mark_refused(const kvp_record *record); /* before that, where the call failed */
+void kvp_mark_event(uint64_t stream);            /* the program records one: it takes a slot */
 void kvp_marks_stream_ends(uint64_t stream);
 void kvp_marks_context_ends(void);
 void kvp_marks_hold(int captures); /* until kvp_marks_go_on nothing is marked; 1: a capture is about to begin */

@@ -616,6 +616,30 @@ void kvp_mark_event(uint64_t handle) {
     if (s) put(s->submitted, get(s->submitted) + 1);
 }
 
+/* A submission that was counted in front of its call, which failed: nothing of it stands in the stream. */
+void kvp_mark_refused(const kvp_record *r) {
+    struct mark_stream *s = kvp_mark_submits(r) && !loose_in ? find(r->stream) : NULL;
+    if (!s || !take_stream(s)) return;
+    uint32_t count = get(s->count);
+    uint64_t bytes = get(s->bytes);
+    uint8_t kind = kind_of(r);
+    if (count == 1) { /* as begin_interval, but no mark was given to the stream */
+        put(s->bytes, 0);
+        put(s->first_ns, 0);
+        put(s->kind, MARK_NONE);
+        put(s->flags, get(s->flags) & MARK_UNKNOWN);
+    } else if (count) {
+        put(s->bytes, bytes > r->bytes ? bytes - r->bytes : 0);
+        if (get(s->flags) & MARK_MIXED && s->parts.count[kind]) {
+            uint64_t *of_kind = is_copy(kind) ? &s->parts.bytes[kind - MARK_H2D] : NULL;
+            s->parts.count[kind]--;
+            if (of_kind) *of_kind -= *of_kind < r->bytes ? *of_kind : r->bytes;
+        }
+    }
+    if (count) put(s->count, count - 1);
+    kvp_mark_release(s);
+}
+
 /* What a submission leaves to do behind it. */
 static __attribute__((noinline)) void place_after(struct mark_stream *s) {
     uint64_t since = kvp_clock();

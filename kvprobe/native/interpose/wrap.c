@@ -346,6 +346,7 @@ static KVP_RARE uint64_t mark_before(kvp_record r, int timed) {
 }
 
 static KVP_RARE void mark_after(kvp_record r) { kvp_mark_after(&r); }
+static KVP_RARE void mark_refused(kvp_record r) { kvp_mark_refused(&r); }
 static KVP_RARE void pages_before(kvp_record r) { kvp_pages_before(&r); }
 static KVP_RARE void pages_after(kvp_record r) { kvp_pages_after(&r); }
 static KVP_RARE void look_at_contents(kvp_record r) { kvp_contents_look(&r, &batch, &rows_2d); }
@@ -417,6 +418,7 @@ static inline __attribute__((always_inline)) void end(kvp_record *r, enum what w
     else
         write_totals(kvp_apart(r));
     if ((what == A_COPY || what == A_FREE) && unlikely(r->bytes >= KVP_PAGES_FROM)) pages_after(kvp_apart(r));
+    if (what != A_PLAIN_COPY && what != A_EVENT && unlikely(result) && kvp_watch.marks) mark_refused(kvp_apart(r));
     if (what != A_EVENT && unlikely(kvp_thread.mark)) mark_after(kvp_apart(r));
     if (is_copy(what) && unlikely(kvp_contents_due(r))) look_at_contents(kvp_apart(r));
     if (unlikely(kvp_watch.unusual)) end_unusual(kvp_apart(r), what);
