@@ -49,3 +49,30 @@ def test_a_graph_of_two_streams_computes(tmp_path: Path, copies: str) -> None:
     (gpu,) = [one for one in examine(recording).account.gpus if one.seen]
     assert Unknown.GRAPH not in gpu.unknown_ns()
     assert gpu.ns(Line.COMPUTING) > 0.8 * gpu.asked_ns
+
+
+SERVES = """
+import torch
+x, y = torch.randn(512, 512, device="cuda"), torch.zeros(512, 512, device="cuda")
+host, there, graph = torch.randn(4096).pin_memory(), torch.zeros(4096, device="cuda"), torch.cuda.CUDAGraph()
+torch.add(x, x, out=y)
+torch.cuda.synchronize()
+with torch.cuda.graph(graph):
+    for _ in range(5):
+        torch.add(x, x, out=y)
+for _ in range(300):
+    graph.replay()
+    for _ in range(100):
+        there.copy_(host, non_blocking=True)
+    torch.cuda.synchronize()
+"""
+
+
+def test_what_a_graph_holds_is_known_when_its_threads_records_were_pushed_out(tmp_path: Path, monkeypatch) -> None:
+    """A graph is instantiated once and launched for as long as a server lives: 30,000 copies later here."""
+    monkeypatch.setenv("KVPROBE_RING_RECORDS", "4096")
+    run = [sys.executable, "-m", "kvprobe", "run", "-o", str(tmp_path / "run"), "--", sys.executable, "-c", SERVES]
+    subprocess.run(run, check=True)
+    recording = open_recording(tmp_path / "run")
+    assert any(recording.lost.values())
+    assert recording.graphs["kernels"].tolist() == [5]

@@ -9,7 +9,8 @@
 #include <pthread.h>
 #include <string.h>
 
-#define KEPT 256 /* graphs that are captured and not instantiated yet; the oldest give way */
+#define KEPT 256  /* graphs that are captured and not instantiated yet; the oldest give way */
+#define TOLD 4096 /* graphs that are told of again */
 
 struct graph {
     uint64_t handle, stream, bytes[3]; /* bytes: to the device, from it, within it */
@@ -22,6 +23,8 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static struct graph captured, kept[KEPT];
 static unsigned next_kept;
 static int active; /* captures that go on */
+static kvp_record told[TOLD];
+static unsigned told_count, told_again; /* told_again: of the first so many it was told since */
 
 void kvp_graph_begins(uint64_t stream) {
     pthread_mutex_lock(&lock);
@@ -81,12 +84,32 @@ void kvp_graph_instantiated(const void *launchable, const void *graph) {
         r.direction = (uint8_t)g->several;
         break;
     }
+    for (unsigned i = 0; r.tid && i <= told_count && i < TOLD; i++) /* its number may have been another's */
+        if (i == told_count || told[i].src == r.src) {
+            told[i] = r;
+            told_count += i == told_count;
+            if (told_again > i) told_again = i;
+            break;
+        }
     pthread_mutex_unlock(&lock);
     if (r.tid) kvp_ring_note(&r);
+}
+
+void kvp_graphs_tell(void) {
+    static uint64_t since; /* only one thread at a time comes here */
+    uint64_t records, head = kvp_ring_noted(&records);
+    pthread_mutex_lock(&lock);
+    if (head < since || head - since > records / 2) told_again = 0;
+    if (told_again < told_count && told_count <= records / 4) {
+        while (told_again < told_count) kvp_ring_note(&told[told_again++]);
+        since = kvp_ring_noted(&records);
+    }
+    pthread_mutex_unlock(&lock);
 }
 
 /* A forked child's copy of the lock may have been held. */
 void kvp_graphs_in_child(void) {
     pthread_mutex_init(&lock, NULL);
     active = 0;
+    told_count = told_again = 0;
 }

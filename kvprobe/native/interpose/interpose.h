@@ -206,6 +206,9 @@ void kvp_graph_holds(const kvp_record *record);
 void kvp_graph_holds_more(void);
 void kvp_graph_ends(const void *graph);
 void kvp_graph_instantiated(const void *launchable, const void *graph);
+/* Tells of all that were instantiated again, before this thread's records push out what was told: they are launched for
+ * as long as a server lives. */
+void kvp_graphs_tell(void);
 void kvp_graphs_in_child(void);
 
 /* page_faults.c: around a call of KVP_PAGES_FROM bytes or more that may pin or copy. */

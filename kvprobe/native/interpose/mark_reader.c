@@ -480,6 +480,7 @@ void kvp_mark_step(int closing) {
     static unsigned ticks;
     int reads = ++ticks % READ_TICKS == 0 || closing || paused_ns || !whole_ns || kvp_mark_synchronous;
     for (int i = 0; i < atomic_load(&kvp_mark_context_count); i++) look(i, now, reads, closing);
+    kvp_graphs_tell();
     kvp_device_looks_read();
     if (kvp_mark_synchronous && !closing) kvp_device_looks_prepare(&kvp_mark_contexts[0]);
     refill(now);

@@ -384,6 +384,8 @@ KVP_EXPORT const char *kvp_ring_path(void);
 KVP_EXPORT int kvp_ring_blocked(uint64_t least_ns, uint64_t now_ns);
 /* Keeps a record that is no call: in this thread's ring alone, no totals. */
 KVP_EXPORT void kvp_ring_note(const kvp_record *record);
+/* How many records this thread's ring has been given, and how many it holds; 0 and 0: it has none. */
+KVP_EXPORT uint64_t kvp_ring_noted(uint64_t *records);
 /* In a forked child: forgets the parent's file without touching it. */
 KVP_EXPORT void kvp_ring_after_fork(void);
 /* Adds one call to totals and, with detail != 0, to the rings (see enum kvp_keep). Never blocks, never fails, any

@@ -430,6 +430,13 @@ void kvp_ring_note(const kvp_record *r) {
     set(header->busy, 0);
 }
 
+uint64_t kvp_ring_noted(uint64_t *records) {
+    struct section *section = kvp_ring_section();
+    kvp_section_header *header = section ? get(section->header) : NULL;
+    *records = header ? header->ring_records : 0;
+    return header ? header->head : 0;
+}
+
 /* ---- opening and closing ------------------------------------------------------------------------------------ */
 
 static void forked_parent(void) {
