@@ -99,6 +99,12 @@ class GpuAccount:
         return int(self.stretches.start[computing[0]]), int(self.stretches.end[computing[-1]])
 
     @property
+    def runs_kernels(self) -> bool:
+        """Whether one was seen in the window: where none was, copies are all that the GPU does."""
+        first, last = self.computes
+        return last > first
+
+    @property
     def asked_ns(self) -> int:
         """The window without the time in which nobody asked for anything, or nothing shows whether anybody did."""
         return self.window_ns - self.ns(Line.NOTHING_TO_DO) - self.open_ns

@@ -36,7 +36,7 @@ from kvprobe.account.steady import COVERED, may_differ
 from kvprobe.account.stretches import NOBODY, How, Stretches
 from kvprobe.account.threads import KEPT_NS, Threads
 from kvprobe.recordings.intervals import Cover, distinct
-from kvprobe.recordings.model import Array, CallKind
+from kvprobe.recordings.model import Array, CallKind, Engine
 
 __all__ = ["COVERED", "DRAWS", "MOST", "Samples", "fill", "put"]
 
@@ -47,6 +47,7 @@ LOOKS = 64  # at most, however long stretches are
 NEAR = 4  # pieces on each side of a pause that stand for it
 LONGEST_NS = 20_000_000  # a longer stretch is cut into pieces: what is far from a pause stands for it less
 SHORTEST_NS = 1_000_000
+IDLE = 0.99  # of a piece at the window's end: it is idle throughout
 OF_ALL = 0.05  # weight of all pieces beside those around a pause: for kinds of calls that these do not hold
 SLOWEST = 0.5  # where marks slow a thread more, what is seen is another program
 DRAWS = 400
@@ -127,13 +128,13 @@ def fill(cut: Stretches, gpu: Activity, threads: Threads, samples: Samples) -> S
         np.stack((cut.line, cut.caller, cut.detail)).astype(np.int64), axis=1, return_inverse=True
     )
     joint = _joint(cut, number.ravel(), table.shape[1], _timeline(cut, gpu, threads))
-    seen = _seen(joint, stretches, gaps)
+    seen = _seen(joint, stretches, gaps, table[0] == Line.NOTHING_TO_DO)
     calls = _calls(gpu, threads, seen)
     error, speed = _error(seen, calls, np.eye(LINES)[table[0]])
     counted = _counted(cut, gaps, samples)
     if error + counted.counted_error_ns > MOST * (end - begin):
         return replace(samples, count=seen.stretches, error_ns=int(error))
-    mean = OF_ALL * seen.shares.mean(axis=0)
+    mean = OF_ALL * seen.shares[seen.weight > 0].mean(axis=0)
     pieces = []
     for (start, stop), near in zip(gaps, seen.near, strict=True):
         weights = (seen.shares[near].mean(axis=0) + mean).reshape(LINES, -1)
@@ -202,8 +203,11 @@ def _joint(cut: Stretches, number: Array, kinds: int, timeline: tuple[Array, Arr
     return _Joint(edges, account, timeline[1][of].astype(np.int64), kinds)
 
 
-def _seen(joint: _Joint, stretches: list[tuple[int, int]], gaps: list[tuple[int, int]]) -> _Seen:
-    """Stretches cut into pieces, and what each holds."""
+def _seen(joint: _Joint, stretches: list[tuple[int, int]], gaps: list[tuple[int, int]], idle: Array) -> _Seen:
+    """Stretches cut into pieces, and what each holds; `idle` are the account's kinds in which there is nothing to do.
+
+    What a window begins or ends with while there is nothing to do, stands for no pause: marks pause where much is done.
+    """
     begins, ends, of = [], [], []
     for row, (start, stop) in enumerate(stretches):
         edges = np.linspace(start, stop, max(1, (stop - start) // LONGEST_NS) + 1).astype(np.int64).tolist()
@@ -218,10 +222,13 @@ def _seen(joint: _Joint, stretches: list[tuple[int, int]], gaps: list[tuple[int,
         x = (np.clip(joint.edges[first : last + 1], start, stop) - start) / (stop - start)
         weight = np.diff(x - np.sin(2 * np.pi * x) / (2 * np.pi))
         np.add.at(shares[row], joint.thread[first:last] * joint.kinds + joint.account[first:last], weight)
+    at_an_end = np.isin(of, (0, len(stretches) - 1))
+    pieces = np.flatnonzero(~at_an_end | (shares.reshape(len(of), LINES, -1)[:, :, idle].sum(axis=(1, 2)) < IDLE))
+    pieces = pieces if len(pieces) else np.arange(len(of))
     near, weight, thread = [], np.zeros(len(of)), np.zeros(LINES)
     for start, stop in gaps:
-        at = int(np.searchsorted(begins, start, "right"))
-        near.append(np.arange(max(at - NEAR, 0), min(at + NEAR, len(of))))
+        at = int(np.searchsorted(np.array(begins)[pieces], start, "right"))
+        near.append(pieces[max(at - NEAR, 0) : at + NEAR])
         weight[near[-1]] += (stop - start) / len(near[-1])
         first, last = _within(joint, start, stop)
         np.add.at(thread, joint.thread[first:last], np.diff(np.clip(joint.edges[first : last + 1], start, stop)))
@@ -252,12 +259,13 @@ def _within(joint: _Joint, start: int, stop: int) -> tuple[int, int]:
 
 
 def _calls(gpu: Activity, threads: Threads, seen: _Seen) -> tuple[Array, float]:
-    """Calls a ns that are kept wherever they were made: in each piece, and in pauses.
+    """Calls a ns in each piece, and in pauses: of those that are kept wherever they were made, or of launches.
 
-    A launch is kept only where it took long, which marks make it. Where calls were lost, only the time counts in which
-    all were kept; a piece before gets the mean of those. If that holds no piece or no pause, waits that took long count
-    at all times.
+    A launch is kept only where it took long, which marks make it: launches are counted, where they are more. Where
+    calls were lost, only the time counts in which all were kept; a piece before gets the mean of those. If that holds
+    no piece or no pause, waits that took long count at all times.
     """
+    launched = _launched(gpu, threads, seen)
     joined = threads.joined
     mine = ~joined.nested & np.isin(joined.process, gpu.processes)
     callers = distinct(joined.caller[mine & joined.submits]).tolist()
@@ -278,7 +286,36 @@ def _calls(gpu: Activity, threads: Threads, seen: _Seen) -> tuple[Array, float]:
 
     rates = count(seen.start, seen.end) / (seen.end - seen.start)
     rates[~whole] = np.average(rates[whole], weights=seen.weight[whole] + TINY)
-    return rates, float(count(begins, ends).sum() / (ends - begins).sum())
+    by_calls = rates, float(count(begins, ends).sum() / (ends - begins).sum())
+    return launched if launched[1] > by_calls[1] else by_calls
+
+
+def _launched(gpu: Activity, threads: Threads, seen: _Seen) -> tuple[Array, float]:
+    """Launches a ns in each piece, as its spans count them, and in pauses: the threads' own count less the spans'.
+
+    A slow launch or a wait tells how many its thread has made until then; between two of them they are spread evenly.
+    """
+    calls, spans = threads.joined.recording.calls, threads.joined.recording.spans
+    kernels = (spans["engine"] == Engine.KERNEL) & (spans["graph"] < 0) & np.isin(spans["process"], gpu.processes)
+    begun = np.sort(spans["start_ns"][kernels])
+    order = np.argsort(spans["start_ns"][kernels], kind="stable")
+    upto = np.concatenate(([0], np.cumsum(spans["count"][kernels][order])))
+
+    def count(start: Array, end: Array) -> Array:
+        many: Array = upto[np.searchsorted(begun, end)] - upto[np.searchsorted(begun, start)]
+        return many
+
+    first, last = seen.gaps[0][0], seen.gaps[-1][1]
+    told = (calls["launches"] >= 0) & np.isin(calls["process"], gpu.processes)
+    made = 0.0
+    for caller in distinct(threads.joined.caller[told]).tolist():
+        mine = np.flatnonzero(told & (threads.joined.caller == caller))
+        mine = mine[np.argsort(calls["start_ns"][mine], kind="stable")]
+        made += float(np.diff(np.interp((first, last), calls["start_ns"][mine], calls["launches"][mine]))[0])
+    gaps = np.array(seen.gaps).T
+    between = count(gaps[1][:-1], gaps[0][1:]).sum() if len(seen.gaps) > 1 else 0
+    rates = count(seen.start, seen.end) / (seen.end - seen.start)
+    return rates, max(made - between, 0.0) / float((gaps[1] - gaps[0]).sum())
 
 
 def _error(seen: _Seen, calls: tuple[Array, float], lines: Array) -> tuple[float, float]:

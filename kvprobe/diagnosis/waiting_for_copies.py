@@ -16,8 +16,9 @@ been loaded, or the model may have ended. kvprobe does not decide about this tim
 
 Time lost: the wall time in which only copies ran. Predicted saving: kvprobe predicts a saving for loads that are
 submitted ahead, for stores that the next step does not wait for, and for copies inside the GPU that overlap with
-kernels. The saving is the time of these copies that kernels could have hidden, and at most the time of the kernels. For
-fewer bytes, kvprobe predicts none, because the saving depends on how many fewer bytes there are.
+kernels. The saving is the time of these copies that kernels could have hidden, and at most the time of the kernels. If
+the copies are smaller than 64 KiB, joining them saves at least 61.5% of the time for which they ran alone, as in
+`small_copies`. For fewer bytes, kvprobe predicts none, because the saving depends on how many fewer bytes there are.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from kvprobe.diagnosis.joined import JoinedRecording, ms, of_the_time, share
 from kvprobe.diagnosis.left import most_left
 from kvprobe.diagnosis.link_bound import FEWER, FEWER_STORES
 from kvprobe.diagnosis.server_options import with_options
+from kvprobe.diagnosis.small_copies import BATCH_GAIN, MANY, SMALL_BYTES
 from kvprobe.diagnosis.synchronisation import CAUSE as WAITS
 from kvprobe.diagnosis.waited_copies import WaitedCopies, waited_copies
 from kvprobe.diagnosis.weights_not_overlapped import CAUSE as WEIGHTS
@@ -73,6 +75,10 @@ FASTER = Change(
     "Reach the link's rate: pinned memory, larger or merged copies, one batch or one kernel for many blocks "
     "(`kvprobe run --fix auto`)",
 )
+JOINED = (
+    "Join these small copies: keep blocks that travel together in one buffer, submit them by one batch call "
+    "(cudaMemcpyBatchAsync), or copy them with one kernel (`kvprobe run --fix auto`)"
+)
 
 
 def find(joined: JoinedRecording) -> Finding | None:
@@ -104,7 +110,9 @@ def find(joined: JoinedRecording) -> Finding | None:
         evidence.append(_no_more(promised))
         beside = [one for one in beside if (one.share or 0.0) >= HARDLY]
         fewer = [_fewer_weights(waited)]
-    cure = [*beside, *fewer] if 2 * slow < lost else [FASTER, *beside, *fewer]
+    small = _small(joined, gpu, alone)
+    evidence += small.evidence
+    cure = [*beside, *fewer] if 2 * slow < lost else [small.change(lost), *beside, *fewer]
     loss = Loss(
         lost,
         len(rows),
@@ -130,6 +138,44 @@ def _alone(lost: int, full: int, by_direction: list[tuple[str, int]], gpu: GpuAc
     if full:
         of = f"for {share(full, lost)} of these {ms(lost)}" if full < lost else "for all this time"
         yield Evidence(f"{of}, copies ran at the link's full rate", full, "ns", MEASURED)
+
+
+class _Small(NamedTuple):
+    """Copies so small that their fixed cost is what they take, as timing events tell them: executions have a cause.
+
+    Attributes:
+        ns: for how long they ran alone.
+        evidence: their figures, where there are any.
+    """
+
+    ns: int
+    evidence: list[Evidence]
+
+    def change(self, lost: int) -> Change:
+        """What makes copies below the link's rate faster, with its part of `lost` ns where that is known."""
+        return Change(JOINED, share=BATCH_GAIN * self.ns / lost) if self.ns >= HARDLY * lost else FASTER
+
+
+def _small(joined: JoinedRecording, gpu: GpuAccount, alone: Cover) -> _Small:
+    """Those of SMALL_BYTES at most that ran alone."""
+    spans = joined.recording.spans
+    if joined.recording.has_executions or not spans.rows:
+        return _Small(0, [])
+    count = np.maximum(spans["count"], 1)
+    copies = (spans["engine"] == Engine.COPY) & (spans["bytes"] > 0) & (spans["bytes"] < SMALL_BYTES * count)
+    rows = np.flatnonzero(copies & among(spans["process"], gpu.processes))
+    inside = alone.within(spans["start_ns"][rows], spans["end_ns"][rows])
+    rows, ns = rows[inside > 0], int(inside.sum())
+    many, size = int(count[rows].sum()), int(spans["bytes"][rows].sum())
+    if many < MANY:
+        return _Small(0, [])
+    took = max(int((spans["end_ns"][rows] - spans["start_ns"][rows]).sum()), 1)
+    text = (
+        f"copies of {size / many / 1024:.3g} KiB (mean of {many:,} that were observed) reached {size / took:.3g} GB/s: "
+        "what they cost is fixed, and does not fall with their bytes; a batch call is 2.6 times faster than a loop of "
+        "such copies (measured on an H200)"
+    )
+    return _Small(ns, [Evidence(text, size / took * 1e9, "bytes/s", MEASURED)])
 
 
 def _ahead(joined: JoinedRecording) -> Change:

@@ -19,10 +19,12 @@ goes by the order of calls. An operation began late because of a function if bot
  - The thread did so after the operation before it in the same stream had been submitted.
 
 Before the first kernel of the window, and after the last one, nothing shows whether a model waited: weights may have
-been loaded, or the model may have ended. kvprobe does not decide about this time. Some pauses are far longer than the
-usual time between the results of a step and the next submission. If the recording does not show what the thread did in
-a pause of this kind, kvprobe does not decide about the pause, either: the thread may have prepared a request, or waited
-for one.
+been loaded, or the model may have ended. kvprobe does not decide about this time. If no kernel runs in the window at
+all, and the thread spends at least half of the time between the copies in CUDA calls, then the copies are the work, and
+this time counts. kvprobe predicts no saving then, because nothing shows who waits for these copies. Some pauses are far
+longer than the usual time between the results of a step and the next submission. If the recording does not show what
+the thread did in a pause of this kind, kvprobe does not decide about the pause, either: the thread may have prepared a
+request, or waited for one.
 
 Time lost: the wall time in which the GPU ran nothing because of this wait. Predicted saving: the time that the change
 removes. If the thread no longer waits for the GPU, it can submit while the GPU computes: the part of the submission
@@ -37,7 +39,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvprobe.account import COPIES, HOST, IDLE, OPEN, GpuAccount, Line, Unknown, Worked, covers_of
+from kvprobe.account import COPIES, HOST, IDLE, OPEN, OUTSIDE_CALLS, GpuAccount, Line, Unknown, Worked, covers_of
 from kvprobe.account.chain import hidden_beside_work
 from kvprobe.account.lines import line_of_calls
 from kvprobe.diagnosis.counted_launches import counts_launches
@@ -226,11 +228,13 @@ def _left(joined: JoinedRecording) -> Finding | None:
         places=places,
         calls=functions.calls if first.line is None else _calls(joined, gpu, first),
     )
-    if lacks:
+    only_copies = not gpu.runs_kernels and 2 * cut.sum_ns(mine & among(cut.line, OUTSIDE_CALLS)) <= lost
+    if lacks and not only_copies:
         title = f"Nothing ran for {{lost}} between copies, and {lacks}"
         return joined.line_question(CAUSE, title, gpu, loss, evidence, lacks)
     part = "all this time" if first.ns == lost else f"for {ms(first.ns)} of this wait"
-    title = f"The GPU waited {{lost}} for the host, {of_the_time(lost, gpu)}: {part}, {first.title}"
+    work = " between copies, which are all it does here" if only_copies else ""
+    title = f"The GPU waited {{lost}} for the host{work}, {of_the_time(lost, gpu)}: {part}, {first.title}"
     matter = [part for part in parts[:3] if 100 * part.ns >= lost]
     ahead = _submitted_ahead(gpu, mine)
     if ahead and any(part.line == Line.WAITING_FOR_DEVICE for part in matter):
@@ -238,6 +242,8 @@ def _left(joined: JoinedRecording) -> Finding | None:
         evidence.append(Evidence(text, ahead, "ns", INFERRED))
     saved = [_saved(gpu, part) + (ahead if part.line == Line.WAITING_FOR_DEVICE else 0) for part in matter]
     cure = [_of_part(change, ns / lost) for part, ns in zip(matter, saved, strict=True) for change in part.cure]
+    if only_copies:  # whether anybody waits for them, nothing shows
+        cure = [Change(one.text, one.kind) for one in sorted(cure, key=lambda one: -(one.share or 0.0))]
     return joined.line_finding(CAUSE, title, gpu, loss, evidence=evidence, cure=cure)
 
 

@@ -40,18 +40,20 @@ def divide_graphs(recording: Recording) -> int:
     start = begin[of] + length[of] * number // many[of]
     end = begin[of] + length[of] * (number + 1) // many[of]
     loads, stores = _copying(recording, graph[of], end - start)
-    size = {one: graphs[f"copy_bytes_{one.name.lower()}"][graph[of]] for one in (Direction.H2D, Direction.D2H)}
-    nothing = np.zeros(len(of), dtype=np.int64)
+    size = {way: graphs[f"copy_bytes_{way.name.lower()}"][graph[of]] for way in (Direction.H2D, Direction.D2H)}
+    nothing, one = np.zeros(len(of), dtype=np.int64), np.ones(len(of), dtype=np.int64)
+    each = sum(size.values()) / np.maximum(graphs["copies"][graph[of]], 1)  # bytes of a copy, whichever way it goes
+    many_of = {way: np.maximum(np.rint(size[way] / np.maximum(each, 1)).astype(np.int64), 1) for way in size}
     parts = [
-        (start, start + loads, Engine.COPY, Direction.H2D, size[Direction.H2D]),
-        (start + loads, end - stores, Engine.KERNEL, Direction.UNKNOWN, nothing),
-        (end - stores, end, Engine.COPY, Direction.D2H, size[Direction.D2H]),
+        (start, start + loads, Engine.COPY, Direction.H2D, size[Direction.H2D], many_of[Direction.H2D]),
+        (start + loads, end - stores, Engine.KERNEL, Direction.UNKNOWN, nothing, one),
+        (end - stores, end, Engine.COPY, Direction.D2H, size[Direction.D2H], many_of[Direction.D2H]),
     ]
     beside = graphs["several_streams"][graph[of]] > 0
     keep = np.ones(spans.rows, dtype=bool)
     keep[rows] = False
     columns = {name: [spans[name][keep]] for name in spans.columns}
-    for first, last, engine, direction, carried in parts:
+    for first, last, engine, direction, carried, held in parts:
         some = np.flatnonzero(last > first)
         row = rows[of[some]]
         made = {
@@ -60,7 +62,7 @@ def divide_graphs(recording: Recording) -> int:
             "engine": np.full(len(some), engine, dtype=np.uint8),
             "direction": np.full(len(some), direction, dtype=np.uint8),
             "bytes": carried[some],
-            "count": np.ones(len(some), dtype=np.int64),
+            "count": held[some],
             "error_ns": np.where(beside[some] & (engine == Engine.COPY), (last - first)[some], 0),
         }
         for name, column in columns.items():

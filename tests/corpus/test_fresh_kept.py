@@ -1,4 +1,4 @@
-"""Programs written without knowledge of the diagnosis, recorded on an H100, that it judged wrong at the first try."""
+"""Programs by authors without knowledge of the diagnosis, recorded on an H100 or H200, that it first judged wrong."""
 
 from __future__ import annotations
 
@@ -157,3 +157,46 @@ def test_slow_calls_of_no_known_cause_that_hardly_held_the_gpu_up_leave_nothing_
     (question,) = [one for one in found if one.cause == "unexplained"]
     assert question.lost_ns > 20_000_000 and question.at_stake == "info" and question.cost_share < 0.01
     assert verdict.state == "healthy" and found.account.gpus[0].share(Line.COMPUTING) > 0.97
+
+
+@pytest.mark.parametrize("form", ["run", "kineto", "nsys"])
+def test_what_runs_no_kernel_waits_for_its_host_between_copies(form, tmp_path):
+    """3,000 copies of 64 KiB with a wait after each: nothing runs for three quarters of the time."""
+    found, verdict = judged(opened(form, "one_small_copy_then_a_wait_three_thousand_times", tmp_path))
+    (finding,) = [one for one in found if one.severity != "info"]
+    assert verdict.state == "found" and finding.cause == "waiting_for_host"
+    (gpu,) = found.account.gpus
+    assert not gpu.runs_kernels and gpu.share(Line.SUBMITTING, Line.PYTHON, Line.WAITING_FOR_DEVICE) > 0.6
+    assert finding.cure[0].text.startswith("Do not let the host wait between two steps")
+    assert finding.cure[0].predicted_saving_ns is None  # nothing shows who waits for these copies
+
+
+def test_how_much_marks_slow_a_thread_that_only_launches_is_told_by_its_launches(tmp_path):
+    """Two threads launch by turns: marks were paused for 86% of the time, and next to no other call was made then."""
+    name = "two_threads_that_give_each_other_the_turn_after_each_small_kernel"
+    found, verdict = judged(opened("run", name, tmp_path))
+    (gpu,) = found.account.gpus
+    assert gpu.samples.ns > 0.8 * gpu.window_ns and gpu.samples.error_ns < 0.02 * gpu.window_ns
+    assert verdict.state == "found" and gpu.share(Line.PYTHON) > 0.65
+    assert gpu.share(Line.COMPUTING) == pytest.approx(0.17, abs=0.02)  # as Nsight Systems saw of another run
+
+
+def test_what_the_window_ends_with_stands_for_no_pause(tmp_path):
+    """An eager model's steps, 27 looks of 3 ms at them, and behind them 0.4 s in which the program ends."""
+    name = "torch_a_deep_network_of_small_layers_whose_adamw_goes_over_its_parameters_one_by_one"
+    found, verdict = judged(opened("run", name, tmp_path))
+    assert verdict.state == "found" and found[0].cause == "python_or_gil_bound"
+    (gpu,) = found.account.gpus
+    assert gpu.share(Line.PYTHON) > 0.5 and gpu.share(Line.NOTHING_TO_DO) < 0.19  # before its end, the program works
+    assert gpu.samples.error_ns < 0.03 * gpu.window_ns
+
+
+def test_copies_of_a_graph_are_as_small_as_they_are_many(tmp_path):
+    """A graph of 400 copies of 4 KiB: its bytes are no large copy, which would tell what the link carries."""
+    recording = opened("run", "torch_fields_of_a_batch_that_a_cuda_graph_copies_one_by_one_before_its_step", tmp_path)
+    found, _ = judged(recording)
+    (gpu,) = found.account.gpus
+    assert gpu.share(Line.BELOW_LINK_RATE) > 0.6 and gpu.ns(Line.AT_LINK_RATE) == 0
+    first = next(one for one in found if one.severity != "info")
+    assert first.cause == "waiting_for_copies" and first.cure[0].text.startswith("Join these small copies")
+    assert any("copies of 4 KiB" in one.text for one in first.evidence)
