@@ -22,9 +22,10 @@
 #include <sys/stat.h>
 #include <sys/syscall.h>
 
-/* Detail of one thread, at most: 2 MiB, taken as it is needed. A cause needs the calls that filled a queue, not only
- * those that it blocked; a ring that outgrows the processor's caches makes every call dearer. */
-#define RECORDS 32768
+/* Detail of one thread, at most: 8 MiB, taken as it is needed. A cause needs the calls that filled a queue, not only
+ * those that it blocked, and an account needs those of its window: a thread that does nothing but submit makes 60,000
+ * to 100,000 in a second. A copy is as cheap as with a fourth of it (benchmarks/copy_cost.py). */
+#define RECORDS 131072
 #define SEVERAL_RECORDS 8192   /* the same where most are of several calls: half a million calls */
 #define LEAST_BYTES (48 << 10) /* that a file takes, with a thread that makes a few calls */
 #define SYMBOL_NOT_FOUND 302   /* cudaErrorSharedObjectSymbolNotFound, CUDA_ERROR_SHARED_OBJECT_SYMBOL_NOT_FOUND */
