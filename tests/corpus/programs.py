@@ -841,15 +841,18 @@ def wasted_stores_and_waits_for_them(d: Device) -> Truth:
 
 
 import blind_shapes  # noqa: E402, F401 - they register their programs
+import eighteenth_shapes  # noqa: E402, F401
 import eighth_shapes  # noqa: E402, F401
 import eleventh_shapes  # noqa: E402, F401
 import fifteenth_shapes  # noqa: E402, F401
 import fourteenth_shapes  # noqa: E402, F401
 import fresh_shapes  # noqa: E402, F401
 import later_shapes  # noqa: E402, F401
+import misjudged_shapes  # noqa: E402, F401
 import ninth_shapes  # noqa: E402, F401
 import other_shapes  # noqa: E402, F401
 import served_shapes  # noqa: E402, F401
+import seventeenth_shapes  # noqa: E402, F401
 import seventh_shapes  # noqa: E402, F401
 import sixteenth_shapes  # noqa: E402, F401
 import sixth_shapes  # noqa: E402, F401

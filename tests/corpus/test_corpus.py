@@ -13,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from blind_shapes import BLIND
+from eighteenth_shapes import EIGHTEENTH
 from eighth_shapes import EIGHTH
 from eleventh_shapes import ELEVENTH
 from fifteenth_shapes import FIFTEENTH
@@ -24,6 +25,7 @@ from ninth_shapes import NINTH
 from programs import PROGRAMS
 from registry import LINES, plain
 from served_shapes import SERVED
+from seventeenth_shapes import SEVENTEENTH
 from seventh_shapes import SEVENTH
 from sixteenth_shapes import SIXTEENTH
 from sixth_shapes import SIXTH
@@ -50,6 +52,8 @@ RECORDED = (
     "the_same_blocks_loaded_for_every_request",
     "small_pageable_copies",
     "scattered_blocks_copied_one_by_one",
+    "seven_of_eight_loads_bring_what_is_there",
+    "three_thousand_copies_that_all_fail",
 )
 # Programs of other authors: how many there are, and how many of them are healthy.
 SERIES = {
@@ -65,6 +69,11 @@ SERIES = {
     "fourteenth": (FOURTEENTH, 24, 9),
     "fifteenth": (FIFTEENTH, 26, 10),
     "sixteenth": (SIXTEENTH, 20, 8),
+    "seventeenth": (SEVENTEENTH, 20, 7),
+    "eighteenth": (EIGHTEENTH, 22, 8),
+}
+ON_THE_HOST = {
+    name: programs for name, (programs, *_) in SERIES.items() if not all(one.needs_gpu for one in programs.values())
 }
 # Causes whose programs run on a GPU alone, or by what they do to a machine that others use; each has tests elsewhere.
 RECORDED_ELSEWHERE = {"cpu_starved", "failed_calls", "unmerged_neighbours"}
@@ -163,7 +172,7 @@ def test_programs_of_a_series_say_their_truth_and_are_a_set_of_their_own(program
         assert not [name for name, one in programs.items() if "\n\n" not in (one.body.__doc__ or "")]
 
 
-@pytest.mark.parametrize("programs", [programs for programs, *_ in SERIES.values()], ids=SERIES)
+@pytest.mark.parametrize("programs", ON_THE_HOST.values(), ids=ON_THE_HOST)
 def test_programs_run_to_their_end_with_the_bytes_that_they_were_to_move(programs):
     """For a twentieth of their time, on the host runtime; programs check their bytes themselves."""
     build.build()
