@@ -294,6 +294,7 @@ def _launched(gpu: Activity, threads: Threads, seen: _Seen) -> tuple[Array, floa
     """Launches a ns in each piece, as its spans count them, and in pauses: the threads' own count less the spans'.
 
     A slow launch or a wait tells how many its thread has made until then; between two of them they are spread evenly.
+    Where a piece has holes, as many were made in these as elsewhere in it.
     """
     calls, spans = threads.joined.recording.calls, threads.joined.recording.spans
     kernels = (spans["engine"] == Engine.KERNEL) & (spans["graph"] < 0) & np.isin(spans["process"], gpu.processes)
@@ -301,9 +302,13 @@ def _launched(gpu: Activity, threads: Threads, seen: _Seen) -> tuple[Array, floa
     order = np.argsort(spans["start_ns"][kernels], kind="stable")
     upto = np.concatenate(([0], np.cumsum(spans["count"][kernels][order])))
 
+    assert gpu.seen_from is not None and gpu.seen_to is not None
+    covered = Cover(gpu.seen_from, gpu.seen_to)
+
     def count(start: Array, end: Array) -> Array:
-        many: Array = upto[np.searchsorted(begun, end)] - upto[np.searchsorted(begun, start)]
-        return many
+        many = upto[np.searchsorted(begun, end)] - upto[np.searchsorted(begun, start)]
+        whole: Array = many * (end - start) / np.maximum(covered.within(start, end), 1)
+        return whole
 
     first, last = seen.gaps[0][0], seen.gaps[-1][1]
     told = (calls["launches"] >= 0) & np.isin(calls["process"], gpu.processes)
