@@ -359,7 +359,7 @@ class Finding:
     Attributes:
         cause: name of the cause, which is the name of its file in `kvprobe/diagnosis/`.
         title: one line for a heading.
-        severity: "critical" from 10% of the recording's span lost by one caller (or wrong results), "warning" from 1%,
+        severity: "critical" from 10% of the recording's span lost by one caller (or wrong results), "warning" from 2%,
             else "info".
         confidence: "certain", "likely" or "cannot tell"; the last abstains, and `reason` says why.
         lost_ns: time lost by the caller. Findings of one caller never claim the same nanosecond of the same thread or

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SLOW_NS", "Array", "JoinedRecording", "Ledger", "ms", "share", "size"]
 
-CRITICAL, WARNING = 0.10, 0.01
+CRITICAL, WARNING = 0.10, 0.02
 ALIKE = 0.98  # what GPUs lost: closer together, a title names none of them
 LOUD = 0.3  # of a GPU's time with work to do: what no cause explains is critical from here, a warning from CRITICAL
 

@@ -42,7 +42,7 @@ from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
 
 CAUSE = cause_of(__name__)
 OF_EXECUTIONS = True  # told by what the device executed: without it, not looked for
-SMALL_BYTES, MANY = 64 << 10, 256
+SMALL_BYTES, MANY_SMALL = 64 << 10, 256
 FIXED_NS = 6_000
 ALIKE = 16  # copies of one size, to know what such a copy takes
 TELLING_BYTES = 32 << 10  # smaller ones take longer by steps of their fixed cost: 512 B 1.0 us, 8 KiB 2.8 (H200)
@@ -201,9 +201,9 @@ class _Side:
 
 def _side(joined: JoinedRecording, direction: Direction) -> _Side | None:
     table, rows = joined.recording.executions, _small_copies(joined, direction)
-    if len(rows) >= MANY:
+    if len(rows) >= MANY_SMALL:
         rows = rows[~_come_alone(joined, rows)]
-    if len(rows) < MANY:
+    if len(rows) < MANY_SMALL:
         return None
     rate = _rate(joined, direction, rows)
     if rate.bytes_per_s <= 0:

@@ -7,7 +7,7 @@ Signature: submissions, or calls that record an event, take longer than 60 µs a
 overlap nothing that the recorder labelled. There are at least two of these calls, or one that took at least a tenth of
 its thread's time and 1% of the serving window.
 
-These calls leave a recording undecided if the GPU waited inside them for 1% of the serving window or more, or if
+These calls leave a recording undecided if the GPU waited inside them for 2% of the serving window or more, or if
 nothing shows whether the GPU waited.
 """
 

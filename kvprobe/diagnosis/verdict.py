@@ -30,7 +30,7 @@ __all__ = ["MissingPart", "Verdict", "missing", "not_known_of", "of_full_queue",
 State = Literal["found", "healthy", "undecided"]
 
 ENOUGH = 32  # submissions in the window; a queue cannot be full with fewer
-OPEN_SHARE = 0.01  # of a thread's time: more that nobody can explain, and a recording is not called healthy
+OPEN_SHARE = 0.02  # of a thread's time: more that nobody can explain, and a recording is not called healthy
 UNSEEN_SHARE = 0.05  # the same, of slow calls that were only counted
 UNKNOWN_SHARE = 0.10  # of a GPU's window: where more is not known, it is not called healthy
 WAITED_SHARE = 0.10  # the same of what it waited, for copies or for the host

@@ -35,7 +35,7 @@ from kvprobe.diagnosis.joined import JoinedRecording, ms, of_the_time, share
 from kvprobe.diagnosis.left import most_left
 from kvprobe.diagnosis.link_bound import FEWER, FEWER_STORES
 from kvprobe.diagnosis.server_options import with_options
-from kvprobe.diagnosis.small_copies import BATCH_GAIN, MANY, SMALL_BYTES
+from kvprobe.diagnosis.small_copies import BATCH_GAIN, MANY_SMALL, SMALL_BYTES
 from kvprobe.diagnosis.synchronisation import CAUSE as WAITS
 from kvprobe.diagnosis.waited_copies import WaitedCopies, waited_copies
 from kvprobe.diagnosis.weights_not_overlapped import CAUSE as WEIGHTS
@@ -167,7 +167,7 @@ def _small(joined: JoinedRecording, gpu: GpuAccount, alone: Cover) -> _Small:
     inside = alone.within(spans["start_ns"][rows], spans["end_ns"][rows])
     rows, ns = rows[inside > 0], int(inside.sum())
     many, size = int(count[rows].sum()), int(spans["bytes"][rows].sum())
-    if many < MANY:
+    if many < MANY_SMALL:
         return _Small(0, [])
     took = max(int((spans["end_ns"][rows] - spans["start_ns"][rows]).sum()), 1)
     text = (
