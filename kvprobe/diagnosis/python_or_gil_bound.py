@@ -295,39 +295,49 @@ def _by_counted_launches(joined: JoinedRecording) -> Finding | None:
     if not joined.recording.spans.rows:
         return None
     found = []
-    for gpu, one in itertools.product(joined.account.gpus, joined.account.threads):
-        gaps = counted_gaps(joined, gpu, one.caller, SHORT_NS, MANY) if gpu.seen else None
-        if gaps and (lost := int((gaps.end - gaps.start).sum())) >= LEAST_SHARE * gpu.window_ns:
-            found.append((lost, gpu, one, gaps))
+    for gpu in (one for one in joined.account.gpus if one.seen):
+        each = [(one, counted_gaps(joined, gpu, one.caller, SHORT_NS, MANY)) for one in joined.account.threads]
+        threads = [(int((gaps.end - gaps.start).sum()), one, gaps) for one, gaps in each if gaps]
+        if threads:
+            found.append((sum(lost for lost, *_ in threads), gpu, sorted(threads, key=lambda one: -one[0])))
     if not found:
         return None
-    lost, gpu, one, gaps = max(found, key=lambda each: each[0])
+    lost, gpu, threads = max(found, key=lambda each: each[0])
+    if lost < LEAST_SHARE * gpu.window_ns:
+        return None
+    start = np.concatenate([gaps.start for *_, gaps in threads])
+    end = np.concatenate([gaps.end for *_, gaps in threads])
+    *_, first = threads[0]
+    launches, calls_ns = sum(gaps.launches for *_, gaps in threads), sum(gaps.calls_ns for *_, gaps in threads)
+    whose = "the thread" if len(threads) == 1 else f"{len(threads)} threads"
     return joined.finding(
         CAUSE,
         "The GPU was idle for {lost}, because Python was slow to launch kernels",
         "likely",
         Loss(
             lost,
-            len(gaps.start),
+            len(start),
             on="device",
-            window=(int(gaps.start.min()), int(gaps.end.max())),
+            window=(int(start.min()), int(end.max())),
             span_ns=gpu.window_ns,
-            places=(Where(pid=one.pid, thread=one.thread, lost_ns=lost, calls=len(gaps.start)),),
-            gaps=(gaps.start, gaps.end),
+            places=tuple(
+                Where(pid=one.pid, thread=one.thread, lost_ns=ns, calls=len(gaps.start)) for ns, one, gaps in threads
+            ),
+            gaps=(start, end),
             in_calls=(Line.SUBMITTING,),
         ),
         evidence=(
             Evidence(
-                f"between kernels, the GPU ran nothing: {ms(gaps.typical_ns)} each time (median), while a kernel took "
-                f"{ms(gaps.kernel_ns)} (mean)",
+                f"between kernels, the GPU ran nothing: {ms(first.typical_ns)} each time (median), while a kernel took "
+                f"{ms(first.kernel_ns)} (mean)",
                 lost,
                 "ns",
                 MEASURED,
             ),
             Evidence(
-                f"the thread launched {gaps.launches:,} kernels, one call each, and was inside these calls for "
-                f"{ms(gaps.calls_ns)}; the calls are counted, and not kept one by one",
-                gaps.launches,
+                f"{whose} launched {launches:,} kernels, one call each, and {'was' if len(threads) == 1 else 'were'} "
+                f"inside these calls for {ms(calls_ns)}; the calls are counted, and not kept one by one",
+                launches,
                 "launches",
                 COUNTED,
             ),
