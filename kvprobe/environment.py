@@ -201,7 +201,7 @@ RING_RECORDS = Variable(
     0,
     _number,
     "a number",
-    "calls kept as detail of each thread; 0: as many as KVPROBE_MAX_BYTES allows",
+    "calls kept as detail of each thread; 0: 131,072, or fewer where KVPROBE_MAX_BYTES allows no more",
     native=True,
 )
 SLOW_NS = Variable(

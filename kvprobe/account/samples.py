@@ -298,9 +298,8 @@ def _launched(gpu: Activity, threads: Threads, seen: _Seen) -> tuple[Array, floa
     """
     calls, spans = threads.joined.recording.calls, threads.joined.recording.spans
     kernels = (spans["engine"] == Engine.KERNEL) & (spans["graph"] < 0) & np.isin(spans["process"], gpu.processes)
-    begun = np.sort(spans["start_ns"][kernels])
-    order = np.argsort(spans["start_ns"][kernels], kind="stable")
-    upto = np.concatenate(([0], np.cumsum(spans["count"][kernels][order])))
+    order = np.flatnonzero(kernels)[np.argsort(spans["start_ns"][kernels], kind="stable")]
+    begun, upto = spans["start_ns"][order], np.concatenate(([0], np.cumsum(spans["count"][order])))
 
     assert gpu.seen_from is not None and gpu.seen_to is not None
     covered = Cover(gpu.seen_from, gpu.seen_to)

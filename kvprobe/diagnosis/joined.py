@@ -37,7 +37,7 @@ from kvprobe.diagnosis.queue_full import queue_blocked
 from kvprobe.diagnosis.traced import longest
 from kvprobe.diagnosis.usual import SLOW_NS, UsualCosts
 from kvprobe.durations import bytes_text, percent_text, time_text
-from kvprobe.launchqueue.constants import LEAST_NS, NOTABLE_NS, NOTABLE_SHARE
+from kvprobe.launchqueue.constants import LEAST_NS, NOTABLE_NS, NOTABLE_SHARE, WARNING_SHARE
 from kvprobe.recordings.intervals import distinct, group_starts
 from kvprobe.recordings.model import Array, Direction, Recording
 from kvprobe.recordings.occupancy import Occupancy
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SLOW_NS", "Array", "JoinedRecording", "Ledger", "ms", "share", "size"]
 
-CRITICAL, WARNING = 0.10, 0.02
+CRITICAL = 0.10
 ALIKE = 0.98  # what GPUs lost: closer together, a title names none of them
 LOUD = 0.3  # of a GPU's time with work to do: what no cause explains is critical from here, a warning from CRITICAL
 
@@ -176,7 +176,7 @@ class JoinedRecording(UsualCosts):
     def severity(self, lost_ns: int, span_ns: int) -> Severity:
         """By share of the caller's span."""
         part = lost_ns / span_ns if span_ns > 0 else 0.0
-        return "critical" if part >= CRITICAL else "warning" if part >= WARNING else "info"
+        return "critical" if part >= CRITICAL else "warning" if part >= WARNING_SHARE else "info"
 
     def innermost_range(self, process: int, thread: int, at: int, but: tuple[int, int] | None = None) -> str:
         """Name of the innermost range of a thread around an instant; "" where there is none.

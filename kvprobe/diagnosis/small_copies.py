@@ -47,6 +47,7 @@ FIXED_NS = 6_000
 ALIKE = 16  # copies of one size, to know what such a copy takes
 TELLING_BYTES = 32 << 10  # smaller ones take longer by steps of their fixed cost: 512 B 1.0 us, 8 KiB 2.8 (H200)
 BATCH_GAIN = 1 - 1 / 2.6
+BATCH_IS_FASTER = "a batch call is 2.6 times faster than a loop of such copies (measured on an H200)"
 
 
 def _between(joined: JoinedRecording, rows: Array, compute: Cover | None) -> int:
@@ -248,7 +249,7 @@ def _saving(joined: JoinedRecording, sides: list[_Side]) -> tuple[list[Evidence]
         Evidence(
             f"the runs hold {share(merged_ns, total)} of this extra time: joining each run into one copy saves it"
             if merge
-            else "a batch call is 2.6 times faster than a loop of such copies (measured on an H200)",
+            else BATCH_IS_FASTER,
             merged_ns / total if merge else BATCH_GAIN,
             "1",
             INFERRED,

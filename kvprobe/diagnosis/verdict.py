@@ -15,6 +15,7 @@ import numpy as np
 from kvprobe.account import COPIES, HOST, OPEN, Account, GpuAccount, Line
 from kvprobe.diagnosis import FULL_QUEUE, UNEXPLAINED
 from kvprobe.durations import percent_text, time_text
+from kvprobe.launchqueue.constants import WARNING_SHARE
 from kvprobe.output.parts import VerdictJson
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.buckets import bucket_floor_ns
@@ -30,7 +31,6 @@ __all__ = ["MissingPart", "Verdict", "missing", "not_known_of", "of_full_queue",
 State = Literal["found", "healthy", "undecided"]
 
 ENOUGH = 32  # submissions in the window; a queue cannot be full with fewer
-OPEN_SHARE = 0.02  # of a thread's time: more that nobody can explain, and a recording is not called healthy
 UNSEEN_SHARE = 0.05  # the same, of slow calls that were only counted
 UNKNOWN_SHARE = 0.10  # of a GPU's window: where more is not known, it is not called healthy
 WAITED_SHARE = 0.10  # the same of what it waited, for copies or for the host
@@ -216,7 +216,7 @@ def not_known_of(gpu: GpuAccount) -> MissingPart | None:
         return None
     why = max(unknown, key=lambda reason: unknown[reason])
     if why in OPEN:  # that nothing ran is known
-        open_ns = {one: unknown[one] for one in OPEN if unknown.get(one, 0) >= OPEN_SHARE * gpu.window_ns}
+        open_ns = {one: unknown[one] for one in OPEN if unknown.get(one, 0) >= WARNING_SHARE * gpu.window_ns}
         reasons = f", and {why.text}"
         if len(open_ns) > 1:
             parts = (f"for {percent_text(ns / gpu.window_ns)}, {one.text}" for one, ns in open_ns.items())
@@ -273,7 +273,7 @@ def of_full_queue(recording: Recording, found: Examination) -> Verdict:
     named = [one for one in mine if not one.abstains]
     if named:
         return Verdict("found", named[0].title.rstrip("."), tuple(lacks))
-    lacks += _open([one for one in mine if one.share >= OPEN_SHARE])
+    lacks += _open([one for one in mine if one.share >= WARNING_SHARE])
     if lacks:
         return Verdict("undecided", lacks[0].what, tuple(lacks))
     return Verdict("healthy", "no launch queue was full")

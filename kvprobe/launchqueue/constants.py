@@ -91,3 +91,5 @@ SMALL_COPIES = "small_copies"
 # -- what is worth saying --------------------------------------------------------------------------------------------
 
 NOTABLE_NS, NOTABLE_SHARE, LEAST_NS = 1_000_000, 0.01, 200_000  # a millisecond, or a hundredth of the time
+# Of the window: a cause that costs so much is a warning, and what nobody explains is an open question.
+WARNING_SHARE = 0.02

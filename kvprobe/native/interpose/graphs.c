@@ -1,4 +1,5 @@
 /* What a CUDA graph holds, counted while it is captured and told when it is instantiated: kernels, copies, bytes.
+ * It is told again now and then, as a ring keeps only what is new and a server launches its graphs for days.
  *
  * Told of graphs alone that were captured with no other capture at the same time and no host function, and whether all
  * of it stood in one stream, one behind the other: of these the time of a launch can be divided. Of several streams,

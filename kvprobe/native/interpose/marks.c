@@ -622,7 +622,6 @@ void kvp_mark_refused(const kvp_record *r) {
     if (!s || !take_stream(s)) return;
     uint32_t count = get(s->count);
     uint64_t bytes = get(s->bytes);
-    uint8_t kind = kind_of(r);
     if (count == 1) { /* as begin_interval, but no mark was given to the stream */
         put(s->bytes, 0);
         put(s->first_ns, 0);
@@ -630,7 +629,8 @@ void kvp_mark_refused(const kvp_record *r) {
         put(s->flags, get(s->flags) & MARK_UNKNOWN);
     } else if (count) {
         put(s->bytes, bytes > r->bytes ? bytes - r->bytes : 0);
-        if (get(s->flags) & MARK_MIXED && s->parts.count[kind]) {
+        uint8_t kind = get(s->flags) & MARK_MIXED ? kind_of(r) : MARK_NONE;
+        if (kind && s->parts.count[kind]) {
             uint64_t *of_kind = is_copy(kind) ? &s->parts.bytes[kind - MARK_H2D] : NULL;
             s->parts.count[kind]--;
             if (of_kind) *of_kind -= *of_kind < r->bytes ? *of_kind : r->bytes;

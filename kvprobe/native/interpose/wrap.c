@@ -23,8 +23,8 @@
 #include <sys/syscall.h>
 
 /* Detail of one thread, at most: 8 MiB, taken as it is needed. A cause needs the calls that filled a queue, not only
- * those that it blocked, and an account needs those of its window: a thread that does nothing but submit makes 60,000
- * to 100,000 in a second. A copy is as cheap as with a fourth of it (benchmarks/copy_cost.py). */
+ * those that it blocked, and an account needs all of its window. On a host's caches a copy is as cheap as with a fourth
+ * of it (KVPROBE_RING_RECORDS=N python benchmarks/copy_cost.py). */
 #define RECORDS 131072
 #define SEVERAL_RECORDS 8192   /* the same where most are of several calls: half a million calls */
 #define LEAST_BYTES (48 << 10) /* that a file takes, with a thread that makes a few calls */
