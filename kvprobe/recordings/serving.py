@@ -8,7 +8,8 @@ and what is loaded once is the model. A long pause that comes once, between the 
 start-up of a process that made its context in the recording: it reads its weights, or nobody asks for anything yet.
 What the recorder labelled as its own work is no work of the process. Steps that a profiler marked begin the window as
 well. Where detail was lost, it begins where all calls are there; where the device was marked, whose account needs few
-calls, it takes in the last second whatever was kept.
+calls, it takes in the last second whatever was kept. It ends with the last work: what a process gives back when it ends
+is no serving either, nor is the time until it does.
 """
 
 from __future__ import annotations
@@ -177,7 +178,10 @@ def _found(recording: Recording, first: int, last: int, processes: int) -> Servi
     calls = recording.calls
     begin = np.full(processes, first, dtype=np.int64)
     how: dict[int, str] = {}
-    rows = np.flatnonzero(setting_up(recording))
+    sets_up = setting_up(recording)
+    until, last = last, _last_work(recording, sets_up, last)
+    ends = "ends with the last work" if last < until else ""
+    rows = np.flatnonzero(sets_up)
     rows = rows[calls["end_ns"][rows] - calls["start_ns"][rows] >= LEAST_NS]
     needed = len(rows) or recording.lost or recording.has_executions
     submits = among(calls["kind"], SUBMITTING) if needed else np.zeros(0, dtype=bool)
@@ -210,7 +214,24 @@ def _found(recording: Recording, first: int, last: int, processes: int) -> Servi
                 begin[process] = whole
                 how[process] = HOW["seen" if seen else "detail"]
     said = " or ".join(dict.fromkeys(how.values()))
-    return ServingWindow(last, begin, f"it begins {said}" if said else "all that was recorded", first)
+    told = " and ".join(filter(None, (f"begins {said}" if said else "", ends)))
+    return ServingWindow(last, begin, f"it {told}" if told else "all that was recorded", first)
+
+
+def _last_work(recording: Recording, sets_up: Array, last: int) -> int:
+    """Where the last work ended: a submission, a wait of some length, or what ran on a device; `last` without any.
+
+    Behind it calls give back what the process had, which takes little of the time until the last of them; where it
+    takes more, they are part of what was done. `sets_up`: mask over calls.
+    """
+    calls = recording.calls
+    took = calls["end_ns"] - calls["start_ns"]
+    work = ~sets_up & ((took >= LEAST_NS) | among(calls["kind"], SUBMITTING))
+    ends = [calls["end_ns"][work], *(t["end_ns"] for t in (recording.executions, recording.spans, recording.transfers))]
+    until = max(int(one.max(initial=0)) for one in ends)
+    behind = calls["start_ns"] >= until
+    quick = int(took[behind].sum()) <= GOES_ON * (last - until)
+    return until if 0 < until < last and quick else last
 
 
 def _own_work(recording: Recording) -> Array:

@@ -13,8 +13,8 @@ from kvprobe.recordings.model import CallKind, Direction, Engine, Label, Memory,
 from kvprobe.recordings.serving import ServingWindow, parse_time, recorded_span, serving_window
 
 MS = 1_000_000
-COPY, PIN, RANGE = 1, 2, 3
-NAMES = ["", "cudaMemcpyAsync", "cudaHostAlloc", "serve", "ProfilerStep#1", "ProfilerStep#2"]
+COPY, PIN, RANGE, WAIT = 1, 2, 3, 6
+NAMES = ["", "cudaMemcpyAsync", "cudaHostAlloc", "serve", "ProfilerStep#1", "ProfilerStep#2", "cudaDeviceSynchronize"]
 
 
 def program(calls, ranges=()):
@@ -72,6 +72,24 @@ def test_pinning_before_serving_is_start_up_with_its_rate_and_no_finding():
     assert part.bytes_per_s == pytest.approx((8 << 30) / 4.0)
     findings = diagnose(r)
     assert not findings and of_full_queue(r, findings).state == "healthy"
+
+
+@pytest.mark.parametrize(
+    ("tail", "ends_ms"),
+    [
+        ((), 100),
+        (pins(3, 300 * MS, 5_000, MS), 100),  # given back within microseconds, 0.2 s behind the last copy
+        (pins(3, 300 * MS, 20 * MS, 21 * MS), 362),  # long calls between: what was done then
+        (pins(1, 101 * MS, 50 * MS, MS), 151),
+        ([(300 * MS, 5_000, WAIT, CallKind.SYNC, 0)], 100),
+        ([(300 * MS, 5 * MS, WAIT, CallKind.SYNC, 0)], 305),
+    ],
+)
+def test_a_window_ends_with_the_last_work(tail, ends_ms):
+    r = program(copies(1_001, 0, took_ns=2_000) + list(tail))
+    window = serving_window(r)
+    assert window.end_ns == pytest.approx(ends_ms * MS, abs=10_000)
+    assert ("ends with the last work" in window.how) == (bool(tail) and ends_ms == 100)
 
 
 def loaded_first(loads, again=(), kernels=1_000):
