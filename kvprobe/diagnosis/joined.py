@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvprobe.account import COPIES, Account, GpuAccount, account_of
+from kvprobe.account import COPIES, Account, GpuAccount, Line, account_of
 from kvprobe.diagnosis.explaining import ExplainedTime, Explainer
 from kvprobe.diagnosis.finding import (
     SEVERITIES,
@@ -320,7 +320,12 @@ class JoinedRecording(UsualCosts):
         lost_on: LostOn = "copy engine",
         **question: Unpack[DeviceQuestion],
     ) -> Finding | None:
-        """As `open_question`, of what the device did with these calls, where it was not recorded."""
+        """As `open_question`, of what the device did with these calls, where it was not recorded.
+
+        None where timing events show that it hardly waited for copies at all, whatever these did.
+        """
+        if all(gpu.share(*COPIES, Line.NOT_KNOWN) < WARNING_SHARE for gpu in self.account.gpus):
+            return None
         window = int(self.start[rows].min()), int(self.end[rows].max())
         by_device = Change("Record what the GPU executes: `kvprobe run --nsys -- COMMAND`", "recording")
         return self.finding(

@@ -19,11 +19,13 @@ submitted ahead, for stores that the next step does not wait for, and for copies
 kernels. The saving is the time of these copies that kernels could have hidden, and at most the time of the kernels. If
 the copies are smaller than 64 KiB, joining them saves at least 61.5% of the time for which they ran alone, as in
 `small_copies`. For fewer bytes, kvprobe predicts none, because the saving depends on how many fewer bytes there are.
+Fewer bytes are the first change where kernels can hide less than a tenth of a wait for loads or stores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +48,7 @@ from kvprobe.recordings.model import Array, Direction, Engine
 CAUSE = cause_of(__name__)
 LOADS, STORES, INSIDE = "loads", "stores", "copies inside the GPU"
 HARDLY = 0.01  # of what is lost: a change that saves less is none
+LITTLE = 0.1  # of what is lost: where kernels can hide less, fewer bytes come first
 AHEAD = Change(
     "Submit each load as soon as it is known that it is needed, one step earlier if that is possible, on a stream of "
     "its own, and let the compute stream wait for its event just before the first kernel that needs it",
@@ -112,7 +115,13 @@ def find(joined: JoinedRecording) -> Finding | None:
         fewer = [_fewer_weights(waited)]
     small = _small(joined, gpu, alone)
     evidence += small.evidence
-    cure = [*beside, *fewer] if 2 * slow < lost else [small.change(lost), *beside, *fewer]
+    mostly_inside = max(by_direction, key=lambda one: one[1], default=("", 0))[0] == INSIDE  # they can be left out
+    if mostly_inside or sum(one.share or 0.0 for one in beside) >= LITTLE:
+        cure = [*beside, *fewer]
+    else:  # what is predicted would come first: the evidence has how little it is
+        cure = [*fewer, *(replace(one, share=None) for one in beside)]
+    if 2 * slow >= lost:
+        cure.insert(0, small.change(lost))
     loss = Loss(
         lost,
         len(rows),

@@ -118,7 +118,8 @@ def _between_kernels(joined: JoinedRecording, rows: Array) -> Array:
     front = joined.x_end[kernels[np.maximum(begun - 1, 0)]]
     copies = mine & (table["engine"] == Engine.COPY) & (table["bytes"] >= LARGE)
     large = ascending(joined.x_start[copies])
-    held = (begun > 0) & (call >= 0) & (joined.start[np.maximum(call, 0)] < front)
+    asked = np.append(joined.start, 0)[call]  # a recording may have executions and no calls at all
+    held = (begun > 0) & (call >= 0) & (asked < front)
     beside = np.isin(table["stream"][rows], joined.kernel_streams)
     first = group_starts(begun)  # one kernel at least since the copy before
     many = np.diff(np.append(first, len(rows)))

@@ -71,3 +71,26 @@ def test_the_finding_says_which_of_them_ran_at_the_same_time() -> None:
     assert told.endswith("loads 6.00 ms, copies inside the GPU 20.0 ms; 6.00 ms of this at the same time as another")
     assert finding.title.startswith("The GPU waited 20.0 ms for copies, 50% of the time")
     assert any(one.text == "for 30% of these 20.0 ms, copies ran at the link's full rate" for one in finding.evidence)
+
+
+def test_fewer_bytes_come_first_where_kernels_already_run_beside_all_the_copies_that_they_can() -> None:
+    def rounds(beside: bool) -> Recording:
+        """Loads and stores by turns, 96 of each 100 ms, and a kernel of 20 ms beside them or behind them."""
+        parts = []
+        for begin in range(0, 1_000, 100):
+            parts += [(begin, begin + 48, copy(Direction.H2D, 54, 48)), (begin + 48, begin + 80, KERNEL)]
+            parts += [(begin + (48 if beside else 80), begin + 96, copy(Direction.D2H, 54, 48 if beside else 16))]
+        return copied(*parts)
+
+    finding, apart = (
+        next(one for one in examine(rounds(beside)) if one.cause == "waiting_for_copies") for beside in (True, False)
+    )
+    assert finding.cure[0].text.startswith("Move fewer bytes") and finding.cure[0].predicted_saving_ns is None
+    assert len(finding.cure) > 1 and all(one.predicted_saving_ns is None for one in finding.cure)
+    assert apart.cure[0].predicted_saving_ns
+
+
+def test_large_loads_of_one_size_between_kernels_need_no_calls_to_be_judged() -> None:
+    parts = [((at, at + 20, copy(Direction.H2D, 54, 20)), (at + 20, at + 40, KERNEL)) for at in range(0, 1_000, 40)]
+    found = examine(copied(*(one for pair in parts for one in pair)))
+    assert found and found.account.main.ns(*COPIES) == 25 * 20 * MS

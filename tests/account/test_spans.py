@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from kvprobe.account import COPIES, account_of
 from kvprobe.account.stretches import NOBODY
+from kvprobe.diagnosis import examine
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.model import CallKind, Direction, Engine, Recording, Source, Table
 
@@ -46,3 +48,42 @@ def test_a_kernel_that_was_launched_before_its_thread_began_to_wait_is_not_late(
     copies = np.isin(cut.line, np.array(COPIES, dtype=np.uint8))
     assert cut.ns[copies].sum() == 397 * US
     assert cut.ns[copies & (cut.caller != NOBODY)].sum() == 27 * US
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_large_loads_on_a_computing_stream_are_asked_about_only_where_the_gpu_may_have_waited(computes: bool) -> None:
+    """Another worker's kernels run meanwhile, as timing events tell; without these nothing does."""
+    rounds, ms = 64, 1_000 * US
+    at = np.arange(rounds) * 10 * ms
+    recording = Recording([Source("made", "trace")], names=["", "cudaMemcpyAsync", "cudaLaunchKernel"])
+    start = np.sort(np.concatenate((at, at + 5 * US)))
+    load = np.arange(2 * rounds) % 2 == 0
+    recording.tables["calls"] = Table(
+        "calls",
+        {
+            "start_ns": start,
+            "end_ns": start + 3 * US,
+            "kind": np.where(load, CallKind.COPY, CallKind.LAUNCH),
+            "name": np.where(load, 1, 2),
+            "direction": np.where(load, Direction.H2D, 0),
+            "bytes": np.where(load, 128 << 20, 0),
+            "stream": np.zeros(2 * rounds, dtype=np.int64),
+            "thread": np.full(2 * rounds, 7),
+        },
+    )
+    if computes:
+        recording.tables["spans"] = Table(
+            "spans",
+            {
+                "start_ns": at,
+                "end_ns": at + 10 * ms,
+                "engine": np.full(rounds, Engine.KERNEL),
+                "count": np.ones(rounds),
+                "stream": np.zeros(rounds),
+            },
+        )
+        recording.tables["coverage"] = Table("coverage", {"start_ns": np.array([0]), "end_ns": np.array([640 * ms])})
+    recording.tables["streams"] = Table("streams", {"process": [0], "handle": [7]})
+    recording.tables["processes"] = Table("processes", {"pid": [1]})
+    asked = [one.cause for one in examine(recording) if one.abstains]
+    assert ("weights_not_overlapped" in asked) != computes
