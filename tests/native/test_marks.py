@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from kvprobe.probe.ring import SPAN, read_ring
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.kvprobe_run import read
-from kvprobe.recordings.model import Direction, Engine, Recording
+from kvprobe.recordings.model import CallKind, Direction, Engine, Recording
 from kvprobe.recordings.occupancy import StreamOccupancy, occupancy
 from kvprobe.recordings.run_marks import PAUSED
 
@@ -105,6 +106,21 @@ d.sync(d.compute)
     length = spans["end_ns"][long] - spans["start_ns"][long]
     assert whole.within(spans["start_ns"][long], spans["end_ns"][long]).tolist() == length.tolist()
     assert spans["count"][long].tolist() == [1] * len(long)
+
+
+def test_what_a_mark_waited_for_the_call_behind_it_would_have_waited_for(libraries: Path, tmp_path: Path) -> None:
+    """Each submission keeps its thread for 50 us, that of a mark as well: behind one, a call takes 100."""
+    body = """
+for step in range(3):
+    for _ in range(2):
+        d.launch(1_000_000)
+    for _ in range(2):
+        d.copy(d.device, d.host, 1 << 20, 1, d.compute)
+    d.sync(d.compute)
+"""
+    calls = recorded(libraries, tmp_path, body, KVHOST_SUBMIT_NS="50000", KVPROBE_DETAIL="launches").calls
+    took = (calls["end_ns"] - calls["start_ns"])[among(calls["kind"], (CallKind.COPY, CallKind.LAUNCH))]
+    assert 100_000 <= took.max() < 110_000
 
 
 def test_copies_behind_a_host_function_begin_when_that_is_over(libraries: Path, tmp_path: Path) -> None:

@@ -342,8 +342,12 @@ static KVP_RARE uint64_t look_at_device(kvp_record r) {
     return r.start_ns;
 }
 
+/* When the call begins. What takes longer than marking does waited for what the call would have waited for, such as a
+ * lock of the driver's while another thread frees memory: that time is the call's. */
 static KVP_RARE uint64_t mark_before(kvp_record r, int timed) {
-    return kvp_mark_before(&r) && timed ? kvp_clock() : r.start_ns;
+    if (!kvp_mark_before(&r) || !timed) return r.start_ns;
+    uint64_t now = kvp_clock();
+    return now - r.start_ns > MARK_MOST_NS ? r.start_ns : now;
 }
 
 static KVP_RARE void mark_after(kvp_record r) { kvp_mark_after(&r); }
