@@ -6,8 +6,9 @@ the same place again and again.
 
 Signature: `kvprobe run` looks at the bytes of a sample of sources. In these recordings, a load counts if it has the
 same source, size and bytes as an earlier load, and if no copy from elsewhere has since overwritten the destination of
-the earlier load. A load of the same bytes to another place counts within a tenth of a second. If a buffer has other
-bytes at a later look, the program rewrites the buffer, and its loads never count.
+the earlier load. A load of the same bytes to another place counts within a tenth of a second, and only if the earlier
+load has a stream in which few kernels run: kernels of its own stream may have been given its memory. If a buffer has
+other bytes at a later look, the program rewrites the buffer, and its loads never count.
 
 A kernel may have overwritten the bytes on the GPU. Right before some loads of equal bytes to the same place, `kvprobe
 run` also compares small pieces of the GPU's memory with what the load brings. These loads count if the GPU still had
@@ -207,6 +208,17 @@ def _in_bursts(joined: JoinedRecording, loads: Array, group: Array, pairs: Array
     return kept if high - low >= SPREAD * span else kept[:0]
 
 
+def _computes_between(joined: JoinedRecording, loads: Array) -> Array:
+    """Mask over streams, the last is of none: as many kernels as loads, which may write where a load's tensor was.
+
+    A stream of loads has a few launches too, to begin with.
+    """
+    launches = joined.call_counts((CallKind.LAUNCH, CallKind.GRAPH))
+    stream = joined.stream[loads]
+    brought = np.bincount(stream[stream >= 0], minlength=len(launches))
+    return np.append((launches > 0) & (launches >= brought), False)
+
+
 def _computes(joined: JoinedRecording) -> bool:
     """Whether the recording has kernels that could have used what was loaded, in its detail or in its totals."""
     totals = joined.recording.totals
@@ -275,6 +287,7 @@ def _repeated(joined: JoinedRecording, loads: Array) -> _Repeats:
     soon = joined.start[after] - joined.start[earlier] <= BURST_NS
     rewritable = same_place & (joined.bytes[after] < SMALL) & (verdict == NOT_KNOWN)
     able = ~new[1:] & intact & (verdict != OTHER) & ~rewritable & ~joined.outside[after]
+    able &= same_place | ~_computes_between(joined, loads)[joined.stream[earlier]]
     under_way = joined.start[after] < running_max_by_group(_ends(joined, loads), group)[:-1]
     in_order = same_place & (~under_way | (joined.stream[after] == joined.stream[earlier]))
     asked = np.flatnonzero(able & in_order & (joined.kind[after] == CallKind.COPY))

@@ -77,6 +77,14 @@ def test_equal_bytes_to_another_place_are_redundant_while_the_first_place_holds_
     assert found(made(own, lambda number: number), "redundant_loads") is None
 
 
+@pytest.mark.parametrize(("kernels", "redundant"), [(1, False), (0, True)])
+def test_of_loads_between_kernels_of_their_stream_another_place_tells_nothing(kernels, redundant):
+    """What a load brought is the memory of a tensor, which an allocator gives to the kernels behind it."""
+    own = steps(MiB, place=lambda step, block: step % 4 * 8 + block)
+    calls = [one for call in own for one in (call, *[{"kind": CallKind.LAUNCH}] * (kernels if "src" in call else 0))]
+    assert (found(made(calls, lambda number: number % 8), "redundant_loads") is not None) == redundant
+
+
 def test_blocks_whose_place_was_given_to_others_are_needed_again():
     """Twice as many blocks as places: each load throws out what the one before it brought there."""
     calls = steps(MiB, blocks=16, place=lambda step, block: block % 8)
