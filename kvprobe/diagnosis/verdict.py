@@ -31,6 +31,7 @@ __all__ = ["MissingPart", "Verdict", "missing", "not_known_of", "of_full_queue",
 State = Literal["found", "healthy", "undecided"]
 
 ENOUGH = 32  # submissions in the window; a queue cannot be full with fewer
+LONG_NS = 1_000_000_000  # of a window in which GPUs compute: then fewer are enough
 UNSEEN_SHARE = 0.05  # the same, of slow calls that were only counted
 UNKNOWN_SHARE = 0.10  # of a GPU's window: where more is not known, it is not called healthy
 WAITED_SHARE = 0.10  # the same of what it waited, for copies or for the host
@@ -78,8 +79,13 @@ class Verdict:
         }
 
 
-def missing(recording: Recording, window: ServingWindow | None = None) -> list[MissingPart]:
-    """What this recording lacks to be called healthy, whatever was found in it; empty where it lacks nothing."""
+def missing(
+    recording: Recording, window: ServingWindow | None = None, account: Account | None = None
+) -> list[MissingPart]:
+    """What this recording lacks to be called healthy, whatever was found in it; empty where it lacks nothing.
+
+    By its account, where that is given, few submissions are enough where GPUs compute nearly all of a second or more.
+    """
     out = [MissingPart(line, _AGAIN) for line in recording.incomplete]
     calls, totals = recording.calls, recording.totals
     window = window or recording.window or serving_window(recording)
@@ -93,7 +99,7 @@ def missing(recording: Recording, window: ServingWindow | None = None) -> list[M
     elif not made:
         seen = "device activity and no call that submits" if recording.executions.rows else "no submission"
         out.append(MissingPart(f"the recording holds {seen}" + (" in that window" if window.given else ""), _COPIES))
-    elif made < ENOUGH:
+    elif made < ENOUGH and not (account and _computes(account)):
         few = "too few to tell a full queue from chance"
         if counted >= ENOUGH and not window.given:
             out.append(
@@ -106,6 +112,14 @@ def missing(recording: Recording, window: ServingWindow | None = None) -> list[M
     out += _unseen(recording)
     out += _unseen_records(recording)
     return out
+
+
+def _computes(account: Account) -> bool:
+    """Whether all GPUs were seen, and compute for all of a long window but what would not be called waiting."""
+    gpus = account.gpus
+    return account.seen and all(
+        gpu.window_ns >= LONG_NS and gpu.share(Line.COMPUTING) > 1 - WAITED_SHARE for gpu in gpus
+    )
 
 
 def _between_marks(recording: Recording, window: ServingWindow) -> int:
@@ -175,7 +189,7 @@ def of_recording(recording: Recording, found: Examination) -> Verdict:
     Healthy is a statement about the account: the GPUs compute, or nobody asked for anything, and what is not known is
     too little to matter.
     """
-    lacks = missing(recording, found.serving)
+    lacks = missing(recording, found.serving, found.account)
     named = [one for one in found if not one.abstains and one.severity != "info"]
     if named:
         return Verdict("found", named[0].title.rstrip("."), tuple(lacks))

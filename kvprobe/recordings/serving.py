@@ -316,7 +316,8 @@ def _warmed_up(recording: Recording, process: int, set_up: int, last: int) -> tu
     total = int(counts.sum())
     lengths = ends - begins
     later = np.append(np.maximum.accumulate(lengths[::-1])[::-1][1:], 0)
-    parts = (before <= max(FEW * total, min(WARM, total // 3))) & (2 * later < lengths) & (begins > set_up)
+    most = np.minimum(WARM, np.where(lengths > last - ends, total // 2, total // 3))  # longer than all behind it
+    parts = (before <= np.maximum(FEW * total, most)) & (2 * later < lengths) & (begins > set_up)
     parts &= (lengths >= PAUSE * (last - ends)) & (before < total)
     at = np.flatnonzero(parts)
     return (int(begins[at[-1]]), int(ends[at[-1]])) if len(at) else None

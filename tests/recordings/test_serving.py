@@ -382,9 +382,17 @@ def test_any_other_pause_stays_in_the_window(more):
     assert serving_window(r).start_ns <= 60 * MS
 
 
-@pytest.mark.parametrize(("before", "cut"), [(32, True), (33, False)])
-def test_of_little_work_so_much_may_come_before_a_pause(before, cut):
-    r, until = paused(before=before, pause_ms=900, behind=(66,))
+@pytest.mark.parametrize(
+    ("before", "behind", "cut"),
+    [
+        (32, 66, True),
+        (33, 66, False),
+        (16, 18, True),  # half of little work, where the pause is longer than all behind it
+        (16, 15, False),
+    ],
+)
+def test_of_little_work_so_much_may_come_before_a_pause(before, behind, cut):
+    r, until = paused(before=before, pause_ms=900, behind=(behind,))
     assert serving_window(r).start_ns == (until if cut else 50 * MS)
 
 
