@@ -30,6 +30,7 @@ class CountedGaps(NamedTuple):
         typical_ns: how long one takes, of those that were observed.
         launches: that the thread made, in the whole recording.
         calls_ns: how long the thread was inside them.
+        waits: for the device, that the thread made meanwhile.
         kernel_ns: how long a kernel took.
     """
 
@@ -38,6 +39,7 @@ class CountedGaps(NamedTuple):
     typical_ns: float
     launches: int
     calls_ns: int
+    waits: int
     kernel_ns: float
 
 
@@ -80,5 +82,6 @@ def counted_gaps(joined: JoinedRecording, gpu: GpuAccount, caller: int, short_ns
         float(np.median(cut.ns[short])),
         launches,
         calls_ns,
+        waits,
         ran / max(int(spans["count"][kernels].sum()), 1),
     )

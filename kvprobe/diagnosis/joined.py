@@ -322,9 +322,10 @@ class JoinedRecording(UsualCosts):
     ) -> Finding | None:
         """As `open_question`, of what the device did with these calls, where it was not recorded.
 
-        None where timing events show that it hardly waited for copies at all, whatever these did.
+        None where timing events show for how long it waited for copies: the account has that.
         """
-        if all(gpu.share(*COPIES, Line.NOT_KNOWN) < WARNING_SHARE for gpu in self.account.gpus):
+        gpus = self.account.gpus
+        if gpus and all(gpu.seen and gpu.share(Line.NOT_KNOWN) < WARNING_SHARE for gpu in gpus):
             return None
         window = int(self.start[rows].min()), int(self.end[rows].max())
         by_device = Change("Record what the GPU executes: `kvprobe run --nsys -- COMMAND`", "recording")

@@ -8,9 +8,10 @@ Signature: a gap is a time in which the GPU executes nothing, although the launc
 the gap began. Gaps belong to this cause if one of these is true:
  - There are many short gaps, one for each launch: at least 64 gaps below 200 µs, which together take at least a tenth
    of the time. (Fewer short gaps belong to `waiting_for_host`.) If most of them begin while the thread waits for the
-   GPU, the finding says so, and the first change is not to wait after each kernel. `kvprobe run` counts launches and
-   does not keep each one. In its recordings, the short gaps must take most of the time of all gaps that were observed,
-   and the thread may wait for the GPU at most once in four launches.
+   GPU, the finding says so, and the first change is not to wait after each kernel. If the thread waits for the GPU
+   more often than once in 32 launches, a CUDA graph cannot hold them, and the finding says so. `kvprobe run` counts
+   launches and does not keep each one. In its recordings, the short gaps must take most of the time of all gaps that
+   were observed, and the thread may wait for the GPU at most once in four launches.
  - Long gaps (1 ms or more) last one or several switch intervals: hardly any long gap is shorter than 4.8 ms, the
    shortest are close to 5 ms, and at least a quarter are below 8 ms. Then other threads hold the lock, and each gives
    the lock up 5 ms after it was asked to.
@@ -48,6 +49,7 @@ collection, move the other work out of the process.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -73,6 +75,7 @@ from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.diagnosis.pauses import long_pauses, waited_within
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, distinct
+from kvprobe.recordings.model import CallKind
 
 CAUSE = cause_of(__name__)
 PROVES = Line.PYTHON
@@ -83,6 +86,7 @@ TIMER = 3  # switch intervals: a thread whose pauses all last so many, or one hi
 TAKES_LOCK = "pthread_cond_timedwait"
 GRAPHS = "Launch many kernels at once: a CUDA graph, torch.compile(mode='reduce-overhead')"
 FUSED = "Use larger batches or fused kernels"
+IN_A_GRAPH = 32  # launches between two waits of the thread: with fewer, no CUDA graph is worth its making
 OTHERS = 8  # one in so many pauses lasts another number of intervals than most do, where threads take turns
 
 
@@ -296,8 +300,8 @@ def _by_counted_launches(joined: JoinedRecording) -> Finding | None:
         return None
     found = []
     for gpu in (one for one in joined.account.gpus if one.seen):
-        each = [(one, counted_gaps(joined, gpu, one.caller, SHORT_NS, MANY)) for one in joined.account.threads]
-        threads = [(int((gaps.end - gaps.start).sum()), one, gaps) for one, gaps in each if gaps]
+        of_threads = [(one, counted_gaps(joined, gpu, one.caller, SHORT_NS, MANY)) for one in joined.account.threads]
+        threads = [(int((gaps.end - gaps.start).sum()), one, gaps) for one, gaps in of_threads if gaps]
         if threads:
             found.append((sum(lost for lost, *_ in threads), gpu, sorted(threads, key=lambda one: -one[0])))
     if not found:
@@ -308,7 +312,10 @@ def _by_counted_launches(joined: JoinedRecording) -> Finding | None:
     start = np.concatenate([gaps.start for *_, gaps in threads])
     end = np.concatenate([gaps.end for *_, gaps in threads])
     *_, first = threads[0]
-    launches, calls_ns = sum(gaps.launches for *_, gaps in threads), sum(gaps.calls_ns for *_, gaps in threads)
+    launches, calls_ns, waits = (
+        sum(column)
+        for column in zip(*((gaps.launches, gaps.calls_ns, gaps.waits) for *_, gaps in threads), strict=True)
+    )
     whose = "the thread" if len(threads) == 1 else f"{len(threads)} threads"
     return joined.finding(
         CAUSE,
@@ -341,9 +348,33 @@ def _by_counted_launches(joined: JoinedRecording) -> Finding | None:
                 "launches",
                 COUNTED,
             ),
+            *_cut_short(launches, waits),
         ),
-        cure=(Change(GRAPHS, share=1.0), Change(FUSED)),
+        cure=(*_graphs(1.0, launches, waits), Change(FUSED)),
     )
+
+
+def _often(launches: int, waits: int) -> bool:
+    """Whether a thread with so many launches and waits leaves a CUDA graph too few launches between two waits."""
+    return 0 < launches <= waits * IN_A_GRAPH
+
+
+def _cut_short(launches: int, waits: int) -> Iterator[Evidence]:
+    """That a CUDA graph of these launches would end at a wait soon, where it would."""
+    if _often(launches, waits):
+        every = launches // waits if waits <= launches else 1
+        text = f"the thread waited for the GPU {waits:,} times, about once in {every} launches: a CUDA graph ends there"
+        yield Evidence(text, waits, "calls", COUNTED)
+
+
+def _graphs(saves: float, launches: int, waits: int) -> list[Change]:
+    """CUDA graphs, and what is to be done before they can hold these launches."""
+    if not _often(launches, waits):
+        return [Change(GRAPHS, share=saves)]
+    return [
+        Change(f"{GRAPHS}, once nothing waits between the kernels", share=saves),
+        Change("Read results back once a step, not between kernels: .item(), .tolist(), .cpu() and `if tensor:` wait"),
+    ]
 
 
 def _by_cpu_time(joined: JoinedRecording) -> Finding | None:
@@ -447,6 +478,7 @@ def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
     places, functions = outside_in_functions(
         joined, joined.places(gaps.call[mine], gaps.host_ns[mine]), OUTSIDE_CALLS, start, end
     )
+    made, alone = _between_waits(joined, gaps), signs.short.any() and not signs.waited.any()
     idle = Evidence(
         f"in {int(mine.sum()):,} gaps, the GPU ran nothing, and the thread that launches neither submitted work nor "
         f"waited for the GPU: together {outside.text}, {share(outside.ns, span)} of the serving window. For the rest "
@@ -470,10 +502,17 @@ def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
             gaps=(start, end),
             in_calls=(Line.SUBMITTING,),
         ),
-        evidence=[idle, *_evidence(gaps, signs), *functions],
-        cure=[*_not_waiting(joined, gaps, signs), *_cure(gaps, signs, max(host, 1))],
+        evidence=[idle, *_evidence(gaps, signs), *(_cut_short(*made) if alone else ()), *functions],
+        cure=[*_not_waiting(joined, gaps, signs), *_cure(gaps, signs, max(host, 1), made)],
         chart=gaps_chart(joined, gaps, mine),
     )
+
+
+def _between_waits(joined: JoinedRecording, gaps: Gaps) -> tuple[int, int]:
+    """Launches of the threads of these gaps, and their waits for the device."""
+    mine = among(joined.caller, distinct(joined.caller[gaps.call]))
+    waits = mine & among(joined.kind, (CallKind.SYNC, CallKind.COPY_SYNC))
+    return int((mine & (joined.kind == CallKind.LAUNCH)).sum()), int(waits.sum())
 
 
 def _evidence(gaps: Gaps, signs: _Signs) -> list[Evidence]:
@@ -540,16 +579,13 @@ def _not_waiting(joined: JoinedRecording, gaps: Gaps, signs: _Signs) -> list[Cha
     ]
 
 
-def _cure(gaps: Gaps, signs: _Signs, lost: int) -> list[Change]:
-    """Changes for each sign; `lost`: what all gaps lost, ns."""
+def _cure(gaps: Gaps, signs: _Signs, lost: int, made: tuple[int, int]) -> list[Change]:
+    """Changes for each sign; `lost`: what all gaps lost, ns; `made`: launches and waits."""
     cure = []
     if signs.short.any():
-        cure += [
-            Change(f"{GRAPHS}, once nothing waits between the kernels")
-            if signs.waited.any()
-            else Change(GRAPHS, share=int(gaps.host_ns[signs.short].sum()) / lost),
-            Change(FUSED),
-        ]
+        saves = int(gaps.host_ns[signs.short].sum()) / lost
+        once = Change(f"{GRAPHS}, once nothing waits between the kernels")
+        cure += [*([once] if signs.waited.any() else _graphs(saves, *made)), Change(FUSED)]
     if (held := signs.locked | signs.slept).any():
         cure += [
             Change(

@@ -239,6 +239,7 @@ class _Repeats:
     Attributes:
         most: how often the block loaded most often was loaded.
         on_their_way: an earlier load of the same source had not ended. arrived: its bytes were at the same place.
+        in_place: they went where the load before had gone.
         unseen: they were at another, and the host had waited for nothing meanwhile. held: looks found equal bytes.
         proven: looks speak for it. looks: at the sources.
         kept: looks at the device say that it still had the bytes. overwritten: they say that it had not, so the load is
@@ -249,6 +250,7 @@ class _Repeats:
     most: int
     on_their_way: Array
     arrived: Array
+    in_place: Array
     unseen: Array
     held: Array
     proven: Array
@@ -323,6 +325,7 @@ def _repeated(joined: JoinedRecording, loads: Array) -> _Repeats:
         int(np.bincount(group).max()),
         whole(on_their_way),
         whole(arrived & held_or_arrived),
+        whole(same_place),
         whole(matters(unseen)),
         whole(held & held_or_arrived),
         whole(verdict == EQUAL),
@@ -409,6 +412,7 @@ CURE = (
 SHARED = Change(
     "Keep blocks that several requests use once on the GPU, and let their block tables point there", share=1.0
 )
+STILL_THERE = Change("Remember what each place on the GPU holds, and load only what is not there", share=1.0)
 GUESS = "cannot tell, because nobody looked at the bytes of these buffers: the program may have rewritten them"
 
 
@@ -424,7 +428,11 @@ def find(joined: JoinedRecording) -> Finding | None:
     if not len(rows):
         return None
     evidence = _evidence(joined, found)
-    cure = (SHARED, *CURE) if (found.held & found.chosen).any() else CURE
+    cure: tuple[Change, ...] = CURE
+    if 2 * int((found.in_place & found.chosen & ~found.on_their_way).sum()) > len(rows):
+        cure = (STILL_THERE, *CURE)
+    elif (found.held & found.chosen).any():
+        cure = (SHARED, *CURE)
     if found.is_guess:
         return _guess(joined, rows, evidence, cure)
     if not joined.recording.has_executions:

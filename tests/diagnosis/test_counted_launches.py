@@ -39,6 +39,26 @@ def test_the_gpu_computes_as_long_as_its_kernels_take(recording):
     assert gpu["computing_ns"] == pytest.approx(STEPS * KERNELS_NS, rel=0.06)
 
 
+def waiting(recording: Recording, part: float) -> Recording:
+    """The same with so many waits of each thread as this part of its launches."""
+    totals = recording.totals
+    calls, launches, waits = totals["calls"].copy(), totals["kind"] == CallKind.LAUNCH, totals["kind"] == CallKind.SYNC
+    calls[totals["kind"] == CallKind.COPY_SYNC] = 0
+    calls[waits] = 0
+    calls[np.flatnonzero(waits)[0]] = int(calls[launches].sum() * part)
+    recording.tables["totals"] = type(totals)("totals", {**{c: totals[c] for c in totals.columns}, "calls": calls})
+    return recording
+
+
+@pytest.mark.parametrize(("part", "fits"), [(1 / 100, True), (1 / 9, False)])
+def test_a_graph_cannot_hold_launches_between_which_results_are_read_back(recording, part, fits):
+    first = examine(waiting(recording, part))[0]
+    assert first.cause == "python_or_gil_bound" and first.cure[0].predicted_saving_ns
+    assert ("once nothing waits between the kernels" in first.cure[0].text) != fits
+    assert any(".item()" in one.text for one in first.cure) != fits
+    assert any("about once in 9 launches" in one.text for one in first.evidence) != fits
+
+
 def totals_without(recording: Recording, kind: CallKind) -> None:
     recording.tables["totals"] = recording.totals.where(recording.totals["kind"] != kind)
 
@@ -50,12 +70,7 @@ def test_without_counted_launches_nothing_says_why_the_gpu_waited(recording):
 
 def test_a_thread_that_waits_after_many_launches_is_another_case(recording):
     """As many waits as half of the launches, and what the thread waits for is its own result."""
-    totals = recording.totals
-    calls = totals["calls"].copy()
-    launches = totals["kind"] == CallKind.LAUNCH
-    calls[totals["kind"] == CallKind.SYNC] = int(calls[launches].sum()) // 2
-    recording.tables["totals"] = type(totals)("totals", {**{c: totals[c] for c in totals.columns}, "calls": calls})
-    assert "python_or_gil_bound" not in [one.cause for one in examine(recording)]
+    assert "python_or_gil_bound" not in [one.cause for one in examine(waiting(recording, 0.5))]
 
 
 def test_gaps_that_are_more_than_the_launches_are_other_work_s(recording):

@@ -226,3 +226,11 @@ def test_where_no_look_at_the_device_was_possible_the_finding_says_so():
         "destinations", {**{name: table[name] for name in table.columns}, "looked": np.zeros(1, np.int64)}
     )
     assert "failed with error 13" in texts(found(out, "redundant_loads"))
+
+
+@pytest.mark.parametrize(
+    ("places", "change"), [(1, "Remember what each place on the GPU holds"), (4, "Keep blocks that several requests")]
+)
+def test_what_is_still_in_its_place_is_to_be_remembered_and_what_went_elsewhere_is_to_be_shared(places, change):
+    own = steps(MiB, place=lambda step, block: step % places * 8 + block)
+    assert found(made(own, lambda number: number % 8), "redundant_loads").cure[0].text.startswith(change)
