@@ -849,6 +849,7 @@ import fourteenth_shapes  # noqa: E402, F401
 import fresh_shapes  # noqa: E402, F401
 import later_shapes  # noqa: E402, F401
 import misjudged_shapes  # noqa: E402, F401
+import nineteenth_shapes  # noqa: E402, F401
 import ninth_shapes  # noqa: E402, F401
 import other_shapes  # noqa: E402, F401
 import served_shapes  # noqa: E402, F401
@@ -859,6 +860,7 @@ import sixth_shapes  # noqa: E402, F401
 import tenth_shapes  # noqa: E402, F401
 import thirteenth_shapes  # noqa: E402, F401
 import twelfth_shapes  # noqa: E402, F401
+import twentieth_shapes  # noqa: E402, F401
 import unseen_shapes  # noqa: E402, F401
 
 

@@ -21,6 +21,7 @@ from fourteenth_shapes import FOURTEENTH
 from fresh_shapes import FRESH
 from grade import FORMATS, grade, unpack
 from later_shapes import LATER
+from nineteenth_shapes import NINETEENTH
 from ninth_shapes import NINTH
 from programs import PROGRAMS
 from registry import LINES, plain
@@ -32,6 +33,7 @@ from sixth_shapes import SIXTH
 from tenth_shapes import TENTH
 from thirteenth_shapes import THIRTEENTH
 from twelfth_shapes import TWELFTH
+from twentieth_shapes import TWENTIETH
 from unseen_shapes import UNSEEN
 
 from kvprobe.diagnosis import CAUSES, examine
@@ -71,6 +73,8 @@ SERIES = {
     "sixteenth": (SIXTEENTH, 20, 8),
     "seventeenth": (SEVENTEENTH, 20, 7),
     "eighteenth": (EIGHTEENTH, 22, 8),
+    "nineteenth": (NINETEENTH, 20, 7),
+    "twentieth": (TWENTIETH, 20, 7),
 }
 ON_THE_HOST = {
     name: programs for name, (programs, *_) in SERIES.items() if not all(one.needs_gpu for one in programs.values())
