@@ -179,7 +179,7 @@ def _found(recording: Recording, first: int, last: int, processes: int) -> Servi
     begin = np.full(processes, first, dtype=np.int64)
     how: dict[int, str] = {}
     sets_up = setting_up(recording)
-    until, last = last, _last_work(recording, sets_up, last)
+    until, last = last, _last_work(recording, last)
     ends = "ends with the last work" if last < until else ""
     rows = np.flatnonzero(sets_up)
     rows = rows[calls["end_ns"][rows] - calls["start_ns"][rows] >= LEAST_NS]
@@ -188,7 +188,7 @@ def _found(recording: Recording, first: int, last: int, processes: int) -> Servi
     work = submits & ~_own_work(recording) if len(rows) else submits
     for process in np.unique(calls["process"][rows]).tolist():
         mine = rows[calls["process"][rows] == process]
-        until = _set_up(calls, mine, np.flatnonzero(work & (calls["process"] == process)), last)
+        until = max(_set_up(calls, mine, *of, last) for of in _works(recording, process, work))
         if until > begin[process]:
             begin[process] = until
             how[process] = HOW["set-up"]
@@ -218,15 +218,17 @@ def _found(recording: Recording, first: int, last: int, processes: int) -> Servi
     return ServingWindow(last, begin, f"it {told}" if told else "all that was recorded", first)
 
 
-def _last_work(recording: Recording, sets_up: Array, last: int) -> int:
+def _last_work(recording: Recording, last: int) -> int:
     """Where the last work ended: a submission, a wait of some length, or what ran on a device; `last` without any.
 
     Behind it calls give back what the process had, which takes little of the time until the last of them; where it
-    takes more, they are part of what was done. `sets_up`: mask over calls.
+    takes more, they are part of what was done.
     """
     calls = recording.calls
     took = calls["end_ns"] - calls["start_ns"]
-    work = ~sets_up & ((took >= LEAST_NS) | among(calls["kind"], SUBMITTING))
+    work = among(calls["kind"], (*SUBMITTING, CallKind.COPY_SYNC)) | (calls["kind"] == CallKind.SYNC) & (
+        took >= LEAST_NS
+    )
     ends = [calls["end_ns"][work], *(t["end_ns"] for t in (recording.executions, recording.spans, recording.transfers))]
     until = max(int(one.max(initial=0)) for one in ends)
     behind = calls["start_ns"] >= until
@@ -248,26 +250,26 @@ def _own_work(recording: Recording) -> Array:
     return mask
 
 
-def _set_up(calls: Table, rows: Array, submits: Array, last: int) -> int:
-    """Where the set-up of a process ended; 0 where none can be told."""
+def _set_up(calls: Table, rows: Array, made: Array, counts: Array, last: int) -> int:
+    """Where the set-up of a process ended; 0 where none can be told. `made`, `counts`: what it submitted (`_works`)."""
     start, end = calls["start_ns"], calls["end_ns"]
     rows = rows[np.argsort(start[rows], kind="stable")]
-    if not len(submits):
+    total = int(counts.sum())
+    if not total:
         return 0
-    made = np.sort(start[submits])
     ends = np.maximum.accumulate(end[rows])
-    before = np.searchsorted(made, ends, "left")
+    before = np.append(0, np.cumsum(counts))[np.searchsorted(made, ends, "left")]
     spent = np.cumsum(end[rows] - start[rows])
     passed = np.maximum(ends - start[rows[0]], 1)
     rate = spent / passed
     after = (spent[-1] - spent) / np.maximum(last - ends, 1)
-    warm = before <= min(WARM, len(made) // 2)
+    warm = before <= min(WARM, total // 2)
     over = (
         (before == 0)
         | (warm & _alike_ended(calls, rows, ends, last))
-        | (before <= FEW * len(made)) & (after <= GOES_ON * rate)
+        | (before <= FEW * total) & (after <= GOES_ON * rate)
     )
-    over &= before < len(made)
+    over &= before < total
     at = np.flatnonzero(over)
     return int(ends[at[-1]]) if len(at) else 0
 
@@ -311,7 +313,7 @@ def _warmed_up(recording: Recording, process: int, set_up: int, last: int) -> tu
     begins, ends = _pauses(recording, process, last)
     if not len(begins):
         return None
-    work, counts = _work(recording, process)
+    *_, (work, counts) = _works(recording, process, among(recording.calls["kind"], SUBMITTING))
     before = np.append(0, np.cumsum(counts))[np.searchsorted(work, ends, "left")]
     total = int(counts.sum())
     lengths = ends - begins
@@ -347,18 +349,20 @@ def _pauses(recording: Recording, process: int, last: int) -> tuple[Array, Array
     return np.concatenate(begins), np.concatenate(stops)
 
 
-def _work(recording: Recording, process: int) -> tuple[Array, Array]:
-    """When a process submitted, and how much: by its calls, or by its spans where not all calls were kept.
+def _works(recording: Recording, process: int, submits: Array) -> list[tuple[Array, Array]]:
+    """When a process submitted, and how much: by its calls, and by its spans where not all calls were kept.
 
-    `kvprobe run` keeps of launches only those that took long.
+    `kvprobe run` keeps of launches only those that took long, and has spans of a part of the time where they cost too
+    much: neither is all. `submits`: mask over calls.
     """
     calls, spans = recording.calls, recording.spans
-    made = ascending(calls["start_ns"][among(calls["kind"], SUBMITTING) & (calls["process"] == process)])
+    made = ascending(calls["start_ns"][submits & (calls["process"] == process)])
     rows = in_time(np.flatnonzero(spans["process"] == process), spans["start_ns"])
     counts = spans["count"][rows]
+    by_calls = made, np.ones(len(made), dtype=np.int64)
     if recording.lost.get(process) or int(counts.sum()) > len(made):
-        return spans["start_ns"][rows], counts
-    return made, np.ones(len(made), dtype=np.int64)
+        return [by_calls, (spans["start_ns"][rows], counts)]
+    return [by_calls]
 
 
 def _alike_ended(calls: Table, rows: Array, ends: Array, last: int) -> Array:

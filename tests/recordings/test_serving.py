@@ -13,8 +13,17 @@ from kvprobe.recordings.model import CallKind, Direction, Engine, Label, Memory,
 from kvprobe.recordings.serving import ServingWindow, parse_time, recorded_span, serving_window
 
 MS = 1_000_000
-COPY, PIN, RANGE, WAIT = 1, 2, 3, 6
-NAMES = ["", "cudaMemcpyAsync", "cudaHostAlloc", "serve", "ProfilerStep#1", "ProfilerStep#2", "cudaDeviceSynchronize"]
+COPY, PIN, RANGE, WAIT, RECORD = 1, 2, 3, 6, 7
+NAMES = [
+    "",
+    "cudaMemcpyAsync",
+    "cudaHostAlloc",
+    "serve",
+    "ProfilerStep#1",
+    "ProfilerStep#2",
+    "cudaDeviceSynchronize",
+    "cudaEventRecord",
+]
 
 
 def program(calls, ranges=()):
@@ -79,6 +88,7 @@ def test_pinning_before_serving_is_start_up_with_its_rate_and_no_finding():
     [
         ((), 100),
         (pins(3, 300 * MS, 5_000, MS), 100),  # given back within microseconds, 0.2 s behind the last copy
+        ([(300 * MS, 21_000, RECORD, CallKind.EVENT, 0)], 100),
         (pins(3, 300 * MS, 20 * MS, 21 * MS), 362),  # long calls between: what was done then
         (pins(1, 101 * MS, 50 * MS, MS), 151),
         ([(300 * MS, 5_000, WAIT, CallKind.SYNC, 0)], 100),
@@ -405,6 +415,17 @@ def test_launches_that_were_not_kept_are_work_all_the_same():
         "spans", {"start_ns": start, "end_ns": start + 900_000, "process": 0 * start, "count": 0 * start + 1}
     )
     assert serving_window(r).start_ns == until
+
+
+def test_launches_that_were_not_kept_are_work_before_the_end_of_set_up_as_well():
+    """Twenty copies, memory for a few milliseconds, sixty copies, and a kernel each 0.1 ms beside these."""
+    r = program(pins(1, 0, 50 * MS, 0) + copies(40, 60 * MS) + pins(1, 70 * MS, 3 * MS, 0) + copies(60, 74 * MS, MS))
+    assert serving_window(r).start_ns == 50 * MS
+    start = 74 * MS + np.arange(600) * 100_000
+    r.tables["spans"] = Table(
+        "spans", {"start_ns": start, "end_ns": start + 90_000, "process": 0 * start, "count": 0 * start + 1}
+    )
+    assert serving_window(r).start_ns == 73 * MS
 
 
 def test_what_the_device_does_is_no_pause():
