@@ -4,10 +4,9 @@ Where no mark may be put between kernels and copies of one stream, as its queue 
 too often, the marks around all of them tell how long they took together, and how many of each kind there were. Copies
 alone are copies, whichever way each goes. Kernels have two bounds: so many kernels of this stream take as long as in
 runs of kernels alone, from the shortest tenth of those to the longest; and they take what so many copies leave, which
-take as long as in runs of copies alone. Copies that are large tell the link's rate, and a computed length would not:
-runs of kernels and such copies are not told, and what copies alone took each way has an error, however small. Both
-bounds must be known and leave less than 2 * MOST of the run open: its kernels get the middle, and so are right to MOST
-of it. Else what the run was is not told.
+take as long as in runs of copies alone. Both bounds must be known and leave less than 2 * MOST of the run open: its
+kernels get the middle, and so are right to MOST of it. Else what the run was is not told. Large copies tell the link's
+rate, and a computed length does not: it has an error, however small, by which it is known (`link_rate`).
 
 Each piece says its part of that error: half of what the bounds leave open. Both bounds come from the same runs of one
 kind, so the errors of many runs add up.
@@ -191,8 +190,7 @@ def _lengths(mixed: Mixed, runs: Runs) -> tuple[Array, Array, Array]:
     divided = mixed.late & bounded & (np.abs(most - least) <= 2 * MOST * mixed.length)
     alone = ((mixed.alone[:, COPIES] >= 0) | (copies == 0)).all(axis=1)
     small = (mixed.bytes[:, COPIES] // np.maximum(copies, 1) < LARGE_BYTES).all(axis=1)
-    known = (small | mixed.late & (kernels == 0)) & (mixed.many[:, others].sum(axis=1) == 0)
-    known &= np.where(kernels > 0, divided, mixed.late | alone)
+    known = (mixed.many[:, others].sum(axis=1) == 0) & np.where(kernels > 0, divided, mixed.late | small & alone)
     took = np.zeros(mixed.many.shape)
     computed = np.clip(np.where(known & (kernels > 0), least + most, 0) / 2, 0, mixed.longest)
     whole = np.where(bounded, computed + np.where(bounded, together[0] + together[1], 0) / 2, mixed.length)
