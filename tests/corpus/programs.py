@@ -861,6 +861,7 @@ import tenth_shapes  # noqa: E402, F401
 import thirteenth_shapes  # noqa: E402, F401
 import twelfth_shapes  # noqa: E402, F401
 import twentieth_shapes  # noqa: E402, F401
+import twentyfirst_shapes  # noqa: E402, F401
 import unseen_shapes  # noqa: E402, F401
 
 

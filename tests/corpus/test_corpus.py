@@ -34,6 +34,7 @@ from tenth_shapes import TENTH
 from thirteenth_shapes import THIRTEENTH
 from twelfth_shapes import TWELFTH
 from twentieth_shapes import TWENTIETH
+from twentyfirst_shapes import TWENTYFIRST
 from unseen_shapes import UNSEEN
 
 from kvprobe.diagnosis import CAUSES, examine
@@ -75,6 +76,7 @@ SERIES = {
     "eighteenth": (EIGHTEENTH, 22, 8),
     "nineteenth": (NINETEENTH, 20, 7),
     "twentieth": (TWENTIETH, 20, 7),
+    "twentyfirst": (TWENTYFIRST, 22, 7),
 }
 ON_THE_HOST = {
     name: programs for name, (programs, *_) in SERIES.items() if not all(one.needs_gpu for one in programs.values())
