@@ -79,7 +79,7 @@ class StepSocket:
         self.refused: Counter[str] = Counter()
         self.taken = 0
         self._files: dict[int, StepLines] = {}
-        self._decoder = msgspec.json.Decoder(_Step)
+        self._decoder: msgspec.json.Decoder[_Step] = msgspec.json.Decoder(_Step)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._socket: socket.socket | None = None

@@ -332,12 +332,12 @@ class Summary:
             ValueError: it is no summary, or of another version.
         """
         try:
-            head = msgspec.json.decode(data, type=_Head)
+            head: _Head = msgspec.json.decode(data, type=_Head)
             if head.format != FORMAT:
                 raise ValueError("not a summary")
             if head.version != VERSION:
                 raise ValueError(f"a summary of version {head.version}; this kvprobe reads {VERSION}")
-            content = msgspec.json.decode(data, type=_Content)
+            content: _Content = msgspec.json.decode(data, type=_Content)
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
             raise ValueError(f"damaged summary ({error})") from None
         return Summary(

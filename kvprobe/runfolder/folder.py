@@ -459,7 +459,7 @@ class RunFolder:
             lines = files.read(self.path / f"stacks-answer-{pid}.jsonl").split(b"\n")[:-1]
         except OSError:
             return []
-        answers = []
+        answers: list[_Answer] = []
         for line in lines:
             try:
                 answers.append(msgspec.json.decode(line, type=_Answer))

@@ -135,7 +135,7 @@ def _next(data: bytes, at: int) -> tuple[_Entry, bytes, int]:
     end = start + line_bytes + data_bytes
     if magic != _MAGIC or end > len(data) or line_bytes > _LINE_BYTES:
         raise ValueError("no entry begins there")
-    entry = msgspec.json.decode(data[start : start + line_bytes], type=_Entry)
+    entry: _Entry = msgspec.json.decode(data[start : start + line_bytes], type=_Entry)
     room = sum(length for _, length in entry.extents)
     if room > LARGEST_BYTES or any(offset + length > entry.size for offset, length in entry.extents):
         raise ValueError("its data lie outside of it")
