@@ -5,6 +5,7 @@ A new document is a TypedDict beside its like and one line in DOCUMENTS.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from kvprobe.output import machine, recorded, requests, verify
@@ -66,11 +67,7 @@ _VERSION_SCHEMA = {"type": "string", "pattern": rf"^{SCHEMA_VERSION.split('.')[0
 
 def schema() -> dict[str, Any]:
     """The JSON Schema of all documents: types under `$defs`, and for each command what it prints under `documents`."""
-    import msgspec
-
-    made, types = msgspec.json.schema_components(
-        [one.kind for one in DOCUMENTS.values()], ref_template="#/$defs/{name}"
-    )
+    made, types = _components([one.kind for one in DOCUMENTS.values()])
     documents = dict(zip(DOCUMENTS, made, strict=True))
     for reference in documents.values():
         _with_version(types[reference["$ref"].rpartition("/")[2]])
@@ -95,13 +92,22 @@ def schema_of(command: str) -> dict[str, Any]:
 
 def schema_of_type(kind: Any, title: str, *, versioned: bool = False) -> dict[str, Any]:
     """The JSON Schema of a type, complete in itself."""
-    import msgspec
-
-    (made,), types = msgspec.json.schema_components([kind], ref_template="#/$defs/{name}")
+    (made,), types = _components([kind])
     root = types.pop(made["$ref"].rpartition("/")[2])
     if versioned:
         _with_version(root)
     return {"$schema": DIALECT, **root, "title": title, "$defs": types}
+
+
+def _components(kinds: list[Any]) -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
+    """References to these types, and the types by name; descriptions without the indent of the code."""
+    import msgspec
+
+    made, types = msgspec.json.schema_components(kinds, ref_template="#/$defs/{name}")
+    for one in types.values():
+        if "description" in one:
+            one["description"] = inspect.cleandoc(one["description"])
+    return made, types
 
 
 def _with_version(root: dict[str, Any]) -> None:
