@@ -65,15 +65,13 @@ def open_question(joined: JoinedRecording) -> Finding | None:
         return None
     copies = joined.kind == CallKind.COPY
     copies &= (joined.memory != Memory.PAGEABLE) & (joined.stream >= 0) & (joined.bytes > 0)
-    launches = joined.call_counts((CallKind.LAUNCH, CallKind.GRAPH))
     chosen: list[Array] = []
     taken: list[Array] = []
     evidence: list[Evidence] = []
     for process in distinct(joined.process):
         for direction in (Direction.H2D, Direction.D2H):
             rows = np.flatnonzero(copies & (joined.process == process) & (joined.direction == direction))
-            own = np.bincount(joined.stream[rows], minlength=len(launches))
-            rows = rows[(own > launches)[joined.stream[rows]]]  # the others wait in the model's own stream
+            rows = rows[~joined.between_kernels(rows)]  # the others wait in the model's own stream
             if len(rows) < 8 or not len(joined.launches(process)):
                 continue
             link, moved = joined.link_or_assumed(direction), int(joined.bytes[rows].sum())

@@ -85,6 +85,7 @@ SWITCH_NS = 5_000_000  # sys.getswitchinterval()
 TIMER = 3  # switch intervals: a thread whose pauses all last so many, or one higher number, sleeps
 TAKES_LOCK = "pthread_cond_timedwait"
 GRAPHS = "Launch many kernels at once: a CUDA graph, torch.compile(mode='reduce-overhead')"
+GRAPHS_ONCE = f"{GRAPHS}, once nothing waits between the kernels"
 FUSED = "Use larger batches or fused kernels"
 IN_A_GRAPH = 32  # launches between two waits of the thread: with fewer, no CUDA graph is worth its making
 OTHERS = 8  # one in so many pauses lasts another number of intervals than most do, where threads take turns
@@ -300,8 +301,8 @@ def _by_counted_launches(joined: JoinedRecording) -> Finding | None:
         return None
     found = []
     for gpu in (one for one in joined.account.gpus if one.seen):
-        of_threads = [(one, counted_gaps(joined, gpu, one.caller, SHORT_NS, MANY)) for one in joined.account.threads]
-        threads = [(int((gaps.end - gaps.start).sum()), one, gaps) for one, gaps in of_threads if gaps]
+        each = [(one, counted_gaps(joined, gpu, one.caller, SHORT_NS, MANY)) for one in joined.account.threads]
+        threads = [(int((gaps.end - gaps.start).sum()), one, gaps) for one, gaps in each if gaps]
         if threads:
             found.append((sum(lost for lost, *_ in threads), gpu, sorted(threads, key=lambda one: -one[0])))
     if not found:
@@ -312,10 +313,8 @@ def _by_counted_launches(joined: JoinedRecording) -> Finding | None:
     start = np.concatenate([gaps.start for *_, gaps in threads])
     end = np.concatenate([gaps.end for *_, gaps in threads])
     *_, first = threads[0]
-    launches, calls_ns, waits = (
-        sum(column)
-        for column in zip(*((gaps.launches, gaps.calls_ns, gaps.waits) for *_, gaps in threads), strict=True)
-    )
+    counts = [(gaps.launches, gaps.calls_ns, gaps.waits) for *_, gaps in threads]
+    launches, calls_ns, waits = (sum(column) for column in zip(*counts, strict=True))
     whose = "the thread" if len(threads) == 1 else f"{len(threads)} threads"
     return joined.finding(
         CAUSE,
@@ -362,7 +361,7 @@ def _often(launches: int, waits: int) -> bool:
 def _cut_short(launches: int, waits: int) -> Iterator[Evidence]:
     """That a CUDA graph of these launches would end at a wait soon, where it would."""
     if _often(launches, waits):
-        every = launches // waits if waits <= launches else 1
+        every = max(launches // waits, 1)
         text = f"the thread waited for the GPU {waits:,} times, about once in {every} launches: a CUDA graph ends there"
         yield Evidence(text, waits, "calls", COUNTED)
 
@@ -372,7 +371,7 @@ def _graphs(saves: float, launches: int, waits: int) -> list[Change]:
     if not _often(launches, waits):
         return [Change(GRAPHS, share=saves)]
     return [
-        Change(f"{GRAPHS}, once nothing waits between the kernels", share=saves),
+        Change(GRAPHS_ONCE, share=saves),
         Change("Read results back once a step, not between kernels: .item(), .tolist(), .cpu() and `if tensor:` wait"),
     ]
 
@@ -478,7 +477,8 @@ def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
     places, functions = outside_in_functions(
         joined, joined.places(gaps.call[mine], gaps.host_ns[mine]), OUTSIDE_CALLS, start, end
     )
-    made, alone = _between_waits(joined, gaps), signs.short.any() and not signs.waited.any()
+    made = _between_waits(joined, gaps)
+    cut_short = _cut_short(*made) if signs.short.any() and not signs.waited.any() else ()
     idle = Evidence(
         f"in {int(mine.sum()):,} gaps, the GPU ran nothing, and the thread that launches neither submitted work nor "
         f"waited for the GPU: together {outside.text}, {share(outside.ns, span)} of the serving window. For the rest "
@@ -502,7 +502,7 @@ def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
             gaps=(start, end),
             in_calls=(Line.SUBMITTING,),
         ),
-        evidence=[idle, *_evidence(gaps, signs), *(_cut_short(*made) if alone else ()), *functions],
+        evidence=[idle, *_evidence(gaps, signs), *cut_short, *functions],
         cure=[*_not_waiting(joined, gaps, signs), *_cure(gaps, signs, max(host, 1), made)],
         chart=gaps_chart(joined, gaps, mine),
     )
@@ -584,8 +584,7 @@ def _cure(gaps: Gaps, signs: _Signs, lost: int, made: tuple[int, int]) -> list[C
     cure = []
     if signs.short.any():
         saves = int(gaps.host_ns[signs.short].sum()) / lost
-        once = Change(f"{GRAPHS}, once nothing waits between the kernels")
-        cure += [*([once] if signs.waited.any() else _graphs(saves, *made)), Change(FUSED)]
+        cure += [*([Change(GRAPHS_ONCE)] if signs.waited.any() else _graphs(saves, *made)), Change(FUSED)]
     if (held := signs.locked | signs.slept).any():
         cure += [
             Change(

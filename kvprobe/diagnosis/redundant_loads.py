@@ -208,17 +208,6 @@ def _in_bursts(joined: JoinedRecording, loads: Array, group: Array, pairs: Array
     return kept if high - low >= SPREAD * span else kept[:0]
 
 
-def _computes_between(joined: JoinedRecording, loads: Array) -> Array:
-    """Mask over streams, the last is of none: as many kernels as loads, which may write where a load's tensor was.
-
-    A stream of loads has a few launches too, to begin with.
-    """
-    launches = joined.call_counts((CallKind.LAUNCH, CallKind.GRAPH))
-    stream = joined.stream[loads]
-    brought = np.bincount(stream[stream >= 0], minlength=len(launches))
-    return np.append((launches > 0) & (launches >= brought), False)
-
-
 def _computes(joined: JoinedRecording) -> bool:
     """Whether the recording has kernels that could have used what was loaded, in its detail or in its totals."""
     totals = joined.recording.totals
@@ -289,7 +278,7 @@ def _repeated(joined: JoinedRecording, loads: Array) -> _Repeats:
     soon = joined.start[after] - joined.start[earlier] <= BURST_NS
     rewritable = same_place & (joined.bytes[after] < SMALL) & (verdict == NOT_KNOWN)
     able = ~new[1:] & intact & (verdict != OTHER) & ~rewritable & ~joined.outside[after]
-    able &= same_place | ~_computes_between(joined, loads)[joined.stream[earlier]]
+    able &= same_place | ~joined.between_kernels(loads)[:-1]  # an allocator may have given those their memory
     under_way = joined.start[after] < running_max_by_group(_ends(joined, loads), group)[:-1]
     in_order = same_place & (~under_way | (joined.stream[after] == joined.stream[earlier]))
     asked = np.flatnonzero(able & in_order & (joined.kind[after] == CallKind.COPY))

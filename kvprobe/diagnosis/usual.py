@@ -103,6 +103,16 @@ class UsualCosts(Joined):
         more: Array = np.maximum(detail, whole)
         return more
 
+    def between_kernels(self, copies: Array) -> Array:
+        """Of these copies, rows of calls, those whose stream has as many launches, (copies,) bool.
+
+        A stream of copies has a few launches too, to begin with.
+        """
+        launches, stream = self.call_counts((CallKind.LAUNCH, CallKind.GRAPH)), self.stream[copies]
+        count = np.bincount(stream[stream >= 0], minlength=len(launches))
+        mask: Array = np.append(launches >= count, False)[stream]  # -1, no known stream: the last
+        return mask
+
     @property
     def excess_ns(self) -> Array:
         """How much longer each call took than such a call usually takes; not kept, as there may be millions."""

@@ -141,9 +141,7 @@ def open_question(joined: JoinedRecording) -> Finding | None:
         return None
     mask = (joined.kind == CallKind.COPY) & (joined.direction == Direction.H2D) & (joined.memory != Memory.PAGEABLE)
     rows = np.flatnonzero(mask & (joined.bytes >= LARGE) & (joined.stream >= 0))
-    launches = joined.call_counts((CallKind.LAUNCH, CallKind.GRAPH))
-    loads = np.bincount(joined.stream[rows], minlength=len(launches))
-    rows = rows[(launches >= loads)[joined.stream[rows]]]  # a stream of copies has few launches, to begin with
+    rows = rows[joined.between_kernels(rows)]
     link = joined.link_or_assumed(Direction.H2D)
     ns = (joined.bytes[rows] / link.bytes_per_s * 1e9).astype(np.int64)
     if len(rows) < MANY or int(ns.sum()) < ASKED_SHARE * joined.span_ns:

@@ -178,10 +178,9 @@ def _found(recording: Recording, first: int, last: int, processes: int) -> Servi
     calls = recording.calls
     begin = np.full(processes, first, dtype=np.int64)
     how: dict[int, str] = {}
-    sets_up = setting_up(recording)
-    until, last = last, _last_work(recording, last)
-    ends = "ends with the last work" if last < until else ""
-    rows = np.flatnonzero(sets_up)
+    recorded, last = last, _last_work(recording, last)
+    ends = "ends with the last work" if last < recorded else ""
+    rows = np.flatnonzero(setting_up(recording))
     rows = rows[calls["end_ns"][rows] - calls["start_ns"][rows] >= LEAST_NS]
     needed = len(rows) or recording.lost or recording.has_executions
     submits = among(calls["kind"], SUBMITTING) if needed else np.zeros(0, dtype=bool)
@@ -226,9 +225,8 @@ def _last_work(recording: Recording, last: int) -> int:
     """
     calls = recording.calls
     took = calls["end_ns"] - calls["start_ns"]
-    work = among(calls["kind"], (*SUBMITTING, CallKind.COPY_SYNC)) | (calls["kind"] == CallKind.SYNC) & (
-        took >= LEAST_NS
-    )
+    waits = (calls["kind"] == CallKind.SYNC) & (took >= LEAST_NS)
+    work = waits | among(calls["kind"], (*SUBMITTING, CallKind.COPY_SYNC))
     ends = [calls["end_ns"][work], *(t["end_ns"] for t in (recording.executions, recording.spans, recording.transfers))]
     until = max(int(one.max(initial=0)) for one in ends)
     behind = calls["start_ns"] >= until
