@@ -202,7 +202,8 @@ void kvp_device_looks_prepare(struct mark_context *c) {
 void kvp_device_looks_read(void) {
     for (int i = 0; i < LOOKS; i++) {
         struct look *one = &looks[i];
-        if (atomic_load(&one->state) != SENT || get(one->stream->done) < one->at) continue;
+        if (atomic_load(&one->state) != SENT || __atomic_load_n(&one->stream->done, __ATOMIC_ACQUIRE) < one->at)
+            continue;
         one->note.result = !memcmp(one->host, pinned[i], one->note.count);
         kvp_ring_note(&one->note);
         atomic_store(&one->state, FREE);

@@ -374,12 +374,15 @@ static int has_caught_up(const struct mark_stream *s) {
     return state != MARK_NOT_READY;
 }
 
+/* What the device wrote until then may be read by whoever reads `done` with acquire. */
+static void is_over(struct mark_stream *s, uint64_t upto) { __atomic_store_n(&s->done, upto, __ATOMIC_RELEASE); }
+
 /* Whether another slot of the queue may be taken. What is over is read from time to time only: so it is asked. */
 static int has_room(struct mark_stream *s) {
     uint32_t limit = get(kvp_mark_limit);
     if (kvp_mark_outstanding(s) <= limit || get(s->count) >= limit) return 1;
     if (!has_caught_up(s)) return 0;
-    put(s->done, get(s->submitted));
+    is_over(s, get(s->submitted));
     return kvp_mark_outstanding(s) <= limit;
 }
 
@@ -580,15 +583,21 @@ static inline uint8_t kind_of(const kvp_record *r) {
     return kvp_mark_kind_of((uint8_t)(r->direction ? r->direction : kvp_classify(r))); /* by its memory: not said */
 }
 
+/* What the stream for which this thread waits had been given when the wait began: other threads may give it more. */
+static __thread uint64_t waits_upto __attribute__((tls_model("initial-exec")));
+
 /* In front of a call that waits, or takes long by itself. 1: time has passed. */
 static __attribute__((noinline)) int before_wait(const kvp_record *r, int role) {
     kvp_thread.mark = 1;
+    waits_upto = 0;
     if (role == SYNC_ALL) return kvp_mark_end_all();
     if (role == TAKES_LONG) return kvp_thread.marked ? end_run(kvp_thread.marked, 0) : 0;
     struct mark_stream *s = role == SYNC_STREAM || r->stream ? find(r->stream) : NULL;
     if (!s) return 0;
     kvp_thread.marked = s;
-    return end_run(s, role == SYNC_STREAM);
+    int placed = end_run(s, role == SYNC_STREAM);
+    waits_upto = get(s->submitted);
+    return placed;
 }
 
 int kvp_mark_before(const kvp_record *r) {
@@ -688,7 +697,7 @@ void kvp_mark_after(const kvp_record *r) {
     struct mark_stream *s = find(r->stream);
     if (!s) return;
     if (role == SYNC_STREAM) {
-        if (!r->result) put(s->done, get(s->submitted));
+        if (!r->result && waits_upto > get(s->done) && waits_upto <= get(s->submitted)) is_over(s, waits_upto);
         if (unlikely(kvp_mark_is_loose(s))) waited(s, r);
         if (unlikely(kvp_mark_synchronous)) kvp_mark_step(0);
         return;
