@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvprobe.probe.cpu_time import ThreadTime, thread_time, throttled_ns
-from kvprobe.probe.ring import RingSnapshot
+from kvprobe.probe.ring import RingSnapshot, ThreadSection
 from kvprobe.runfolder.folder import CpuWait
 
 __all__ = ["CpuWaits"]
@@ -43,6 +43,14 @@ class _Thread(NamedTuple):
     last: _Look
 
 
+def _as_it_began(pid: int, section: ThreadSection, now: _Look) -> _Thread:
+    """The thread at its first call, where its section tells that, else now: the first look may come much later."""
+    first = now
+    if 0 < section.begun_ns < now.t_ns:
+        first = _Look(section.begun_ns, ThreadTime(section.begun_ran_ns, section.begun_waited_ns), None, 0)
+    return _Thread(pid, section.tid, first, first)
+
+
 class CpuWaits:
     """Looks at each thread that calls CUDA and says where it waited for a CPU."""
 
@@ -70,10 +78,7 @@ class CpuWaits:
                 self._tell_rest(self._threads.pop(key, None))
                 continue
             now = _Look(time.monotonic_ns(), count, throttled, section.slow_head)
-            before = self._threads.get(key)
-            if before is None:
-                self._threads[key] = _Thread(ring.pid, section.tid, now, now)
-                continue
+            before = self._threads.get(key) or _as_it_began(ring.pid, section, now)
             told = before.told
             if now.slow > before.last.slow or section.in_call:
                 self._tell_rest(before)

@@ -105,6 +105,9 @@ class ThreadSection:
         notes: of `head`, records that are no calls.
         file_slots: as `slots`, of reads and writes of tiers: a row per (place, call, direction).
         failed: structured array RECORD of the first calls that failed, oldest first.
+        begun_ns: when its first owner made it, CLOCK_MONOTONIC; 0: not known, or another thread has it now.
+        begun_ran_ns: what the kernel had counted of that thread by then: time on a CPU.
+        begun_waited_ns: and time waiting for one.
     """
 
     number: int
@@ -123,6 +126,9 @@ class ThreadSection:
     slow: Array = field(default_factory=lambda: np.zeros(0, RECORD))
     notes: int = 0
     failed: Array = field(default_factory=lambda: np.zeros(0, RECORD))
+    begun_ns: int = 0
+    begun_ran_ns: int = 0
+    begun_waited_ns: int = 0
 
 
 @dataclass
@@ -480,6 +486,9 @@ def _section(fd: int, header: Any, number: int, detail: bool, slots: bool) -> tu
         in_stream=int(head["in_stream"]),
         notes=min(int(head["notes"]), int(head["head"])),
         failed=head["failed"][: int(head["failed_used"])].copy(),
+        begun_ns=int(head["begun_ns"]),
+        begun_ran_ns=int(head["begun_ran_ns"]),
+        begun_waited_ns=int(head["begun_waited_ns"]),
     )
     whole = bool(head["ring_records"] or head["slow_records"] or head["owners"])  # else it was wiped, or never made
     slots_at = at + HEADER_BYTES

@@ -190,6 +190,9 @@ SECTION = np.dtype(
         ("failed_used", "<u4"),
         ("pad", "V4"),
         ("failed", RECORD, 16),
+        ("begun_ns", "<u8"),
+        ("begun_ran_ns", "<u8"),
+        ("begun_waited_ns", "<u8"),
     ]
 )
 SLOT = np.dtype(

@@ -16,10 +16,11 @@ from kvprobe.probe.ring import RingSnapshot, ThreadSection
 from kvprobe.runfolder.folder import RunFolder
 
 
-def ring(producer: str, slow: int) -> RingSnapshot:
-    """A ring file of this process in which this thread has had so many slow calls."""
+def ring(producer: str, slow: int, begun: tuple[int, int, int] = (0, 0, 0)) -> RingSnapshot:
+    """A ring file of this process in which this thread has had so many slow calls; when and how it began, ns."""
     none = np.zeros(128, np.uint64)
     section = ThreadSection(0, tid=threading.get_native_id(), slow_head=slow)
+    section.begun_ns, section.begun_ran_ns, section.begun_waited_ns = begun
     said = {"producer": producer, "command": "", "rank": "", "state": "running", "clock": "", "slow_ns": 20_000}
     return RingSnapshot(
         "",
@@ -62,8 +63,8 @@ class Looks:
         monkeypatch.setattr(cpu_waits, "thread_time", lambda *_: ThreadTime(0, self.waited_ms * 1_000_000))
         monkeypatch.setattr("time.monotonic_ns", lambda: self.now_ms * 1_000_000)
 
-    def look(self, slow: int = 0) -> None:
-        self._watcher.look_at(self._folder / "ring", ring("interposer", slow))
+    def look(self, slow: int = 0, begun: tuple[int, int, int] = (0, 0, 0)) -> None:
+        self._watcher.look_at(self._folder / "ring", ring("interposer", slow, begun))
 
     def quiet(self, ms: int, waited_of_twenty: int) -> None:
         """Looks every 20 ms for so long, without slow calls."""
@@ -105,3 +106,13 @@ def test_a_slow_call_has_a_line_of_its_own(looks: Looks) -> None:
     looks.look(slow=1)
     looks.close()
     assert looks.spans() == [(0, 100, 50), (100, 120, 3)]
+
+
+def test_what_a_thread_waited_before_the_first_look_is_told_from_its_first_call_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = Looks(tmp_path, monkeypatch)
+    looks.now_ms, looks.waited_ms = 900, 600
+    looks.look(slow=3, begun=(100_000_000, 0, 20_000_000))
+    looks.close()
+    assert looks.spans() == [(100, 900, 580)]

@@ -53,10 +53,22 @@ def test_totals_are_exact_with_many_threads_at_once(writer: Path, tmp_path: Path
     assert slots["slow"].sum() == 64 * 20 and slots["max_ns"].max() == 30000
 
 
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this kernel does not count waits for a CPU")
+def test_a_section_says_when_its_thread_began_and_what_it_had_waited_for_a_cpu(writer: Path, tmp_path: Path) -> None:
+    before = time.monotonic_ns()
+    run(writer, "small", tmp_path / "a.kvp", 1000, 3)  # no thread ends before all have begun
+    snapshot = read_ring(tmp_path / "a.kvp")
+    assert len(snapshot.sections) == 3
+    for section in snapshot.sections:
+        assert before < section.begun_ns <= snapshot.end_monotonic_ns
+        assert 0 <= section.begun_ran_ns + section.begun_waited_ns < section.begun_ns - before
+
+
 def test_threads_one_after_another_share_a_section(writer: Path, tmp_path: Path) -> None:
     said = run(writer, "sequence", tmp_path / "a.kvp", 10, 400)
     snapshot = read_ring(tmp_path / "a.kvp")
     assert len(snapshot.sections) == 1 and snapshot.sections[0].owners == 400
+    assert snapshot.sections[0].begun_ns == 0  # its first owner's, who has gone
     assert snapshot.calls()["cudaMemcpyAsync"][0] == said["written"]
 
 

@@ -345,6 +345,11 @@ typedef struct {
     volatile uint32_t failed_used;
     uint32_t pad;
     kvp_record failed[KVP_FAILURES];
+    /* As its first owner made it: CLOCK_MONOTONIC, 0 = not known; what the kernel had counted of that thread by then,
+     * time on a CPU and time waiting for one. An observer comes later. */
+    volatile uint64_t begun_ns;
+    uint64_t begun_ran_ns;
+    uint64_t begun_waited_ns;
 } kvp_section_header;
 
 /* ---- ring: writing ------------------------------------------------------------------------------------------ */
