@@ -13,11 +13,17 @@ if TYPE_CHECKING:
 
 
 def _check_newest(servers: tuple[str, ...]) -> int:
+    from kvprobe.errors import KvprobeError
     from kvprobe.instrument import compatibility
 
     misfits = 0
     for server in servers:
-        version, found = compatibility.newest(server)
+        try:
+            version, found = compatibility.newest(server)
+        except KvprobeError as error:
+            misfits += 1
+            click.echo(f"{server}  cannot tell: {error}")
+            continue
         for adapter, why in found.items():
             upstream = why.startswith("not needed")
             misfits += bool(why) and not upstream

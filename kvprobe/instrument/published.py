@@ -39,7 +39,7 @@ def _pip(*arguments: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-        raise KvprobeError(f"pip {' '.join(arguments[:1])}: {(said or ['no message'])[-1].strip()}")
+        raise KvprobeError(f"pip {' '.join(arguments[:1])}: {(said or ['no message'])[0].strip()}")
     return done.stdout
 
 

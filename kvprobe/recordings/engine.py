@@ -84,9 +84,7 @@ def recording_of(
             "time_ns": np.array([one.time_ns for one in decided]),
             "process": np.zeros(len(decided)),
             "what": names.map([f"auto: {one.before.policy} to {one.after.policy}" for one in decided]),
-            "reason": names.map(
-                [_HANDLE.sub(lambda found: titles.get(found[0], found[0]), one.reason) for one in decided]
-            ),
+            "reason": names.map([_HANDLE.sub(titled, one.reason) for one in decided]),
             "gain": np.array([one.gain for one in decided]),
         }
         recording.tables["decisions"] = sorted_table("decisions", columns, by="time_ns")

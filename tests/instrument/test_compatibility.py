@@ -80,6 +80,25 @@ def test_what_no_longer_fits_is_named_and_fails_the_command(tmp_path: Path, monk
     assert "| `transformers.cache` | - | 5.0.0 to 5.99.0: " in done.output
 
 
+def test_a_server_that_cannot_be_asked_for_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from click.testing import CliRunner
+
+    from kvprobe.commands.patches import command
+
+    def versions(distribution: str) -> list[str]:
+        if distribution == "accelerate":
+            raise KvprobeError("pip index: ERROR: No matching distribution found for accelerate")
+        return ["5.0.0"]
+
+    monkeypatch.setattr(published, "versions", versions)
+    monkeypatch.setattr(published, "tree", lambda *_, **__: tmp_path)
+    both = ["--server", "accelerate", "--server", "transformers"]
+    done = CliRunner().invoke(command, ["--check-newest", *both])
+    assert done.exit_code == 1
+    assert "accelerate  cannot tell: pip index: ERROR: No matching distribution" in done.output
+    assert "transformers 5.0.0  transformers.cache  does not fit" in done.output
+
+
 class Ranges(http.server.BaseHTTPRequestHandler):
     """Serves parts of one file, or the whole where the test says so."""
 
