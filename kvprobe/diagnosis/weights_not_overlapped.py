@@ -15,6 +15,7 @@ true:
    So the copy could have overlapped with this kernel. A copy that was submitted after the end of this kernel does not
    count: perhaps it could not be submitted earlier. Several copies between two kernels count if their number is the
    same each time, their stream is the one that computes, and nothing of this size is copied from the GPU.
+Sizes do not tell weights from a KV cache that each step needs. So if only sizes say it, the finding speaks of loads.
 
 If the GPU was not recorded, kvprobe sees large loads on a stream that has about as many launches as loads, but not what
 computes meanwhile. If these loads carry enough bytes to fill a tenth of the time, the cause is an open question.
@@ -40,11 +41,23 @@ OF_EXECUTIONS = True  # told by what the device executed: without it, not looked
 MANY = 16  # copies of one size
 LARGE = 1 << 20  # bytes
 ASKED_SHARE = 0.1  # of the time
-PREFETCH = (
-    "Prefetch: copy layer i+1 on a stream of its own while layer i computes, and order the two by events. Settings: "
+SOURCES, NAMED = "the same sources are loaded again and again", "ranges around the copies name weights"
+SIZES = "a sequence of sizes repeats"
+BETWEEN = "copies of one size follow kernels that they could have overlapped with, again and again"
+SETTINGS = (
     "offload_prefetch_step at least offload_num_in_group (vLLM), use_stream (diffusers). "
     "`kvprobe weights MODEL_DIR` tries it with a local checkpoint"
 )
+PREFETCH = (
+    "Prefetch: copy layer i+1 on a stream of its own while layer i computes, and order the two by events. Settings: "
+    + SETTINGS
+)
+LOAD_AHEAD = (
+    "Prefetch: on a stream of its own, load what comes next while the kernels before it compute, and order the two by "
+    "events. If these kernels still read the memory that the next load writes, load into a second buffer, in turns. "
+    f"Settings, if the loads are weights: {SETTINGS}"
+)
+FEWER_LAYERS = "Keep fewer layers in CPU memory, spread evenly, so that each copy has compute to hide behind"
 WORDS = ("weight", "param", "layer", "offload", "prefetch", "fsdp", "onload", "all_gather", "allgather")
 
 
@@ -68,18 +81,18 @@ def _weights(joined: JoinedRecording, rows: Array) -> tuple[Array, str]:
         cycle = rows[order][new & weights[order]]
         if len(cycle) < 2 or int(table["bytes"][cycle].sum()) < 1 << 20:  # a scratch buffer, filled again and again
             return rows[:0], ""
-        return rows[weights], "the same sources are loaded again and again"
+        return rows[weights], SOURCES
     if joined.recording.ranges.rows and known.any() and _named(joined, calls[known]):
-        return rows, "ranges around the copies name weights"
+        return rows, NAMED
     size = table["bytes"][rows]
     large = size >= 1 << 20
     big = size[large]
     for period in range(2, min(len(big) // 3, 512) + 1):
         if len(np.unique(big[:period])) > 1 and (big[period:] == big[:-period]).mean() > 0.95:
-            return rows[large], "a sequence of sizes repeats"
+            return rows[large], SIZES
     between = _between_kernels(joined, rows[large])
     if len(between):
-        return between, "copies of one size follow kernels that they could have overlapped with, again and again"
+        return between, BETWEEN
     return rows[:0], ""
 
 
@@ -202,16 +215,20 @@ def find(joined: JoinedRecording) -> Finding | None:
     waited = waited_copies(joined, rows)
     together = f"{len(chosen)} processes together: " if len(chosen) > 1 else ""
     did = f"did so for {ms(both_ns)}" if both_ns else "never did"
+    told = reason in (SOURCES, NAMED)  # by sizes alone they may be blocks of a KV cache
+    what = "weight copies" if told else "loads"
+    taken = "weights" if told else "what each step needs, weights or a KV cache,"
     return joined.device_finding(
         CAUSE,
-        "Weight copies ran alone: they could have overlapped with kernels for {lost}",
-        "certain" if reason.startswith("the same sources") else "likely",
+        f"{'Weight copies' if told else 'Loads between kernels'} ran alone: they could have overlapped with kernels "
+        "for {lost}",
+        "certain" if reason == SOURCES else "likely",
         rows,
         loss_ns,
         lost_on="device",
         evidence=(
             Evidence(
-                f"{together}{len(rows):,} weight copies took {ms(copy_ns)}, and kernels took {ms(compute_ns)}",
+                f"{together}{len(rows):,} {what} took {ms(copy_ns)}, and kernels took {ms(compute_ns)}",
                 copy_ns,
                 "ns",
                 MEASURED,
@@ -229,11 +246,11 @@ def find(joined: JoinedRecording) -> Finding | None:
                 "ns",
                 INFERRED,
             ),
-            Evidence(f"these copies are taken to be weights because {reason}", len(rows), "calls", INFERRED),
+            Evidence(f"these copies are taken to be {taken} because {reason}", len(rows), "calls", INFERRED),
             *waited.evidence(),
         ),
         cure=(
-            waited.change(Change(PREFETCH, share=1.0)),
-            Change("Keep fewer layers in CPU memory, spread evenly, so that each copy has compute to hide behind"),
+            waited.change(Change(PREFETCH if told else LOAD_AHEAD, share=1.0)),
+            Change(FEWER_LAYERS if told else f"If the loads are weights: {FEWER_LAYERS[:1].lower()}{FEWER_LAYERS[1:]}"),
         ),
     )

@@ -200,7 +200,10 @@ def test_the_change_that_saves_most_is_shown_although_another_finding_comes_firs
     first, _, also = out.partition("also, critical: ")
     assert "waiting_for_copies (the wait is measured, its cause is not)" in first and "saving not predicted" in first
     lines = also.splitlines()
-    assert lines[0].startswith("Weight copies ran alone") and "  first change    Do not let the thread wait" in lines[1]
+    assert (
+        lines[0].startswith("Loads between kernels ran alone")
+        and "  first change    Do not let the thread wait" in lines[1]
+    )
     assert lines[2].strip() == "predicted to save 41.9 ms"
     page = (tmp_path / "page.html").read_text()
     assert "<dt>How sure</dt><dd>The wait is measured" in page

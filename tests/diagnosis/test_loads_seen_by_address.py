@@ -9,8 +9,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "recordings"))
 
 from copies import GPU, HOST, KiB, recording
+from scenarios import SCENARIOS
 
-from kvprobe.diagnosis import examine
+from kvprobe.diagnosis import diagnose, examine
 from kvprobe.diagnosis.verdict import of_recording
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory, Table
 
@@ -154,6 +155,14 @@ def test_equal_layers_without_addresses_are_known_by_where_they_stand():
     assert found.lost_ns == pytest.approx(40 * 600_000, rel=0.05)
     assert any("follow kernels that they could have overlapped with" in one.text for one in found.evidence)
     assert executed(beside=True) is None and executed(steps=8) is None
+    assert found.title.startswith("Loads between kernels ran alone")  # a KV cache would look the same
+    assert "If the loads are weights" in found.cure[1].text and "a second buffer" in found.cure[0].text
+
+
+def test_what_is_loaded_from_the_same_places_again_and_again_is_called_weights(runtime):
+    found = {one.cause: one for one in diagnose(SCENARIOS["weights_copied_layer_by_layer"](runtime).recording)}
+    weights = found["weights_not_overlapped"]
+    assert weights.title.startswith("Weight copies ran alone") and weights.cure[0].text.startswith("Prefetch: copy lay")
 
 
 def test_a_group_of_equal_layers_is_known_by_being_always_as_large():
