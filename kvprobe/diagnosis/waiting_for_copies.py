@@ -112,7 +112,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     if promised:
         evidence.append(_no_more(promised))
         beside = [one for one in beside if (one.share or 0.0) >= HARDLY]
-        fewer = [_fewer_weights(waited)]
+        fewer = [_fewer_loads(waited)]
     small = _small(joined, gpu, alone)
     evidence += small.evidence
     mostly_inside = max(by_direction, key=lambda one: one[1], default=("", 0))[0] == INSIDE  # they can be left out
@@ -295,12 +295,12 @@ def _launched(joined: JoinedRecording, gpu: GpuAccount, late: int, lost: int) ->
     return [Evidence(text, lost, "ns", MEASURED)]
 
 
-def _fewer_weights(waited: WaitedCopies) -> Change:
+def _fewer_loads(waited: WaitedCopies) -> Change:
     """What is left to do where prefetching is promised already."""
     how = " without waiting for each copy (`.to(device, non_blocking=True)`)" if waited.most else ""
     return Change(
-        "Move fewer bytes: keep more layers on the GPU, or hold them in fewer bits. What prefetching the other layers"
-        f"{how} saves, `{WEIGHTS}` counts: it is no part of this finding",
+        "Move fewer bytes: keep more of what is loaded on the GPU (of weights: more layers), or hold it in fewer bits. "
+        f"What prefetching the rest{how} saves, `{WEIGHTS}` counts: it is no part of this finding",
         "setting",
     )
 
