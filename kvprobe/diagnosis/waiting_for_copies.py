@@ -346,11 +346,12 @@ def _beside_compute(by_direction: list[tuple[str, int]], changes: tuple[Change, 
 
 
 def _noun(by_direction: list[tuple[str, int]], lost: int) -> str:
-    """What was waited for `lost` ns: loads or stores, where all of it is; else copies, and what nearly all of them are.
+    """What was waited for `lost` ns: of one direction, where all is; else copies, and what nearly all of them are.
 
     That figure is not said to be of loads where the evidence has another one of loads.
     """
     total = sum(ns for _, ns in by_direction)
-    names = {LOADS: "loads (CPU to GPU)", STORES: "stores (GPU to CPU)"}
-    one, spent = next(((names[name], ns) for name, ns in by_direction if name in names and ns >= 0.9 * total), ("", 0))
-    return "copies" if not one else one if ms(spent) == ms(lost) else f"copies, nearly all of them {one}"
+    names = {LOADS: "loads (CPU to GPU)", STORES: "stores (GPU to CPU)", INSIDE: INSIDE}
+    one, spent = next(((names[name], ns) for name, ns in by_direction if ns >= 0.9 * total), ("", 0))
+    nearly = f"copies, nearly all of them {one.removeprefix('copies ')}"
+    return "copies" if not one else one if ms(spent) == ms(lost) else nearly

@@ -73,6 +73,12 @@ def test_the_finding_says_which_of_them_ran_at_the_same_time() -> None:
     assert any(one.text == "for 30% of these 20.0 ms, copies ran at the link's full rate" for one in finding.evidence)
 
 
+def test_copies_inside_the_gpu_are_called_so_in_the_title() -> None:
+    found = examine(copied((0, 10, KERNEL), (10, 30, copy(Direction.D2D, 900, 20)), (30, 40, KERNEL)))
+    (finding,) = (one for one in found if one.cause == "waiting_for_copies")
+    assert finding.title.startswith("The GPU waited 20.0 ms for copies inside the GPU, 50% of the time")
+
+
 def test_fewer_bytes_come_first_where_kernels_already_run_beside_all_the_copies_that_they_can() -> None:
     def rounds(beside: bool) -> Recording:
         """Loads and stores by turns, 96 of each 100 ms, and a kernel of 20 ms beside them or behind them."""
