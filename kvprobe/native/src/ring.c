@@ -209,16 +209,19 @@ static void leave_section(void *unused) {
     end_attaching();
 }
 
+static ssize_t read_proc(const char *path, char *text, size_t size) {
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return 0;
+    ssize_t got = read(fd, text, size - 1);
+    close(fd);
+    text[got > 0 ? got : 0] = 0;
+    return got;
+}
+
 /* What the kernel has counted of this thread: the observer's first look may come half a second later. */
 static void note_begin(kvp_section_header *header) {
-    char text[64];
-    int fd = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return;
-    ssize_t length = read(fd, text, sizeof text - 1);
-    close(fd);
-    if (length <= 0) return;
-    text[length] = 0;
-    char *waited, *end;
+    char text[64], *waited, *end;
+    if (read_proc("/proc/thread-self/schedstat", text, sizeof text) <= 0) return;
     header->begun_ran_ns = strtoull(text, &waited, 10);
     header->begun_waited_ns = strtoull(waited, &end, 10);
     if (end > waited) set(header->begun_ns, kvp_now_ns());
@@ -486,15 +489,6 @@ static int prepare(void) {
 }
 
 static uint64_t power_of_two(uint64_t n) { return n <= 1 ? 1 : 1ull << (64 - __builtin_clzll(n - 1)); }
-
-static ssize_t read_proc(const char *path, char *text, size_t size) {
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
-    if (fd < 0) return 0;
-    ssize_t got = read(fd, text, size - 1);
-    close(fd);
-    text[got > 0 ? got : 0] = 0;
-    return got;
-}
 
 static void read_command(char *text, size_t size) {
     char words[2048];
