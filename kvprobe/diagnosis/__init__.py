@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, overload
 
+from kvprobe.diagnosis.cause import executions_not_shown
 from kvprobe.diagnosis.finding import (
-    DEVICE_BY_NSYS,
     Change,
     Evidence,
     EvidenceChart,
@@ -16,7 +16,6 @@ from kvprobe.diagnosis.finding import (
     Series,
     TracedCall,
     Where,
-    is_of_nsys,
     ranked,
 )
 from kvprobe.launchqueue.constants import COSTLY_BATCH, SATURATION, SMALL_COPIES
@@ -133,14 +132,8 @@ class Examination(Sequence[Finding]):
 
 def _not_shown(cause: Cause, joined: JoinedRecording) -> NotLookedFor | None:
     """Why this recording cannot show a cause, None where it can."""
-    if cause.OF_EXECUTIONS and not joined.recording.has_executions:
-        return NotLookedFor(
-            "the recording does not show what the device executed",
-            DEVICE_BY_NSYS
-            if is_of_nsys(joined.recording)
-            else "Nsight Systems (kvprobe run --nsys) or the PyTorch profiler",
-        )
-    return cause.not_shown(joined)
+    lacks = executions_not_shown(joined.recording) if cause.OF_EXECUTIONS else None
+    return lacks or cause.not_shown(joined)
 
 
 def examine(recording: Recording, occupancy: Occupancy | None = None) -> Examination:

@@ -16,8 +16,9 @@ from kvprobe.diagnosis.joined import Array, JoinedRecording
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.model import CallKind, Engine
 
-__all__ = ["CountedGaps", "counted_gaps", "counts_launches"]
+__all__ = ["CountedGaps", "counted_gaps", "counts_launches", "launched_much"]
 
+LAUNCHED = 10  # of the time that a thread is not in a call that was kept: part in which it launched
 KEPT = 0.1  # of a thread's launches: where more are kept, they tell by themselves
 OFTEN = 0.25  # waits for the device, of launches: so many, and what the thread waits for is its own result
 
@@ -85,3 +86,9 @@ def counted_gaps(joined: JoinedRecording, gpu: GpuAccount, caller: int, short_ns
         waits,
         ran / max(int(spans["count"][kernels].sum()), 1),
     )
+
+
+def launched_much(joined: JoinedRecording, callers: Array, ns: int) -> bool:
+    """Whether these threads spent a tenth and more of `ns`, which were in no call that was kept, on such launches."""
+    launched = sum(counts_launches(joined, caller)[1] for caller in np.unique(callers).tolist() if caller >= 0)
+    return LAUNCHED * launched > ns

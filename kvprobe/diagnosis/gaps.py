@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvprobe.account import LINE_TITLES, OPEN, OUTSIDE_CALLS, Line
+from kvprobe.account import COPIES, HOST, LINE_TITLES, OPEN, OUTSIDE_CALLS, GpuAccount, Line, Unknown
 from kvprobe.account.chain import hidden_beside_work
 from kvprobe.account.stretches import NOBODY
 from kvprobe.diagnosis.finding import EvidenceChart
@@ -19,6 +19,8 @@ from kvprobe.recordings.model import CallKind, Label
 __all__ = [
     "Gaps",
     "Outside",
+    "busy",
+    "gaps_by_events",
     "gaps_chart",
     "hidden",
     "idle_gaps",
@@ -35,13 +37,14 @@ class Gaps:
     """Idle stretches of the device and what the host did in them; arrays of one entry a gap.
 
     Attributes:
-        process, start, end: the gap, on the recording's clock.
-        call: row of the call that ended it.
+        device: whose it is: a process, or by timing events a GPU of the account, by its place there.
+        start, end: the gap, on the recording's clock.
+        call: row of the call that ended it; by timing events the next of its thread, as launches may not be kept.
         host_ns: part of it in which the launching thread was in no CUDA call at all: it prepared.
         gc_ns: part of it that the recorder labelled garbage collection.
     """
 
-    process: Array
+    device: Array
     start: Array
     end: Array
     call: Array
@@ -96,12 +99,21 @@ def hidden(joined: JoinedRecording, gaps: Gaps, mine: Array) -> int:
     """How much of these gaps' preparation fits beside what the device does in the step before, ns."""
     out = 0
     table = joined.recording.executions
-    for process in np.unique(gaps.process[mine]):
-        theirs = table["process"] == process
+    for device in np.unique(gaps.device[mine]).tolist():
+        theirs = table["process"] == device
         working = Cover(joined.x_start[theirs], joined.x_end[theirs])
-        one = mine & (gaps.process == process)
+        if not joined.recording.has_executions:
+            working = busy(joined.account.gpus[device])
+        one = mine & (gaps.device == device)
         out += hidden_beside_work(working, gaps.start[one], gaps.end[one], gaps.host_ns[one])
     return out
+
+
+def busy(gpu: GpuAccount) -> Cover:
+    """When a GPU computes or copies, as its account has it."""
+    cut = gpu.stretches
+    works = among(cut.line, (Line.COMPUTING, *COPIES)) | (cut.detail == Unknown.GRAPH)
+    return Cover(cut.start[works], cut.end[works])
 
 
 def waited_before(joined: JoinedRecording, gaps: Gaps) -> Array:
@@ -135,6 +147,38 @@ def gaps_chart(joined: JoinedRecording, gaps: Gaps, mine: Array) -> EvidenceChar
 def idle_gaps(joined: JoinedRecording) -> Gaps:
     """Gaps between executions that ended with an operation submitted only after they had begun."""
     return joined.once(_idle_gaps)
+
+
+def gaps_by_events(joined: JoinedRecording) -> Gaps:
+    """The same where timing events tell what the device did: what the account has of waiting for the host.
+
+    Where a thread was elsewhere for longer than in Python, or another cause explains that, more is known: no such gap.
+    """
+    parts: list[tuple[Array, ...]] = []
+    for place, gpu in enumerate(joined.account.gpus):
+        cut = gpu.stretches
+        rows = np.flatnonzero(among(cut.line, HOST))
+        if not len(rows):
+            continue
+        begins = np.flatnonzero(np.r_[True, cut.start[rows][1:] != cut.end[rows][:-1]])
+        whole = np.add.reduceat
+        unclaimed = (cut.line[rows] == Line.PYTHON) & (cut.cause[rows] == NOBODY)
+        python = whole(np.where(unclaimed, cut.ns[rows], 0), begins)
+        outside = whole(np.where(among(cut.line[rows], OUTSIDE_CALLS), cut.ns[rows], 0), begins)
+        last = np.append(begins[1:], len(rows)) - 1
+        caller = cut.caller[rows][last]
+        keep = (2 * python > outside) & (caller >= 0)
+        start, end, caller = cut.start[rows][begins][keep], cut.end[rows][last][keep], caller[keep]
+        call = np.zeros(len(start), dtype=np.int64)
+        for one in distinct(caller):
+            theirs = in_time(np.flatnonzero(joined.caller == one), joined.start)
+            mine = caller == one
+            at = np.searchsorted(joined.start[theirs], end[mine])
+            call[mine] = theirs[np.minimum(at, len(theirs) - 1)]
+        nothing = np.zeros(len(start), dtype=np.int64)
+        parts.append((np.full(len(start), place), start, end, call, python[keep], nothing))
+    columns = [np.concatenate([part[i] for part in parts]) if parts else np.zeros(0, dtype=np.int64) for i in range(6)]
+    return Gaps(*columns)
 
 
 def _idle_gaps(joined: JoinedRecording) -> Gaps:

@@ -22,6 +22,10 @@ A PyTorch profile that was recorded `with_stack=True` holds Python functions. Th
 functions of the program in which the thread was longest in these gaps. In other recordings, py-spy or NVTX ranges show
 what the thread does.
 
+`kvprobe run` sees by timing events when the GPU is idle, and the account says what its thread did meanwhile. There a
+gap counts if the thread spent most of its time outside of CUDA calls in Python: if it slept, or read files, more is
+known than that the GPU starved (`waiting_for_host`, `slow_tier`).
+
 Time lost: the part of these gaps, up to the launch that ends each of them, in which the thread was in no CUDA call: it
 neither submitted work nor waited for the GPU. Predicted saving: the host prepares the next step while the GPU runs the
 current one. So kvprobe predicts for each gap the shorter of two times: the preparation, or the GPU's work between this
@@ -30,24 +34,46 @@ gap and the gap before.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from kvprobe.account import OUTSIDE_CALLS
+from kvprobe.account import OUTSIDE_CALLS, Line
 from kvprobe.account.chain import STEP_NS
-from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
-from kvprobe.diagnosis.gaps import Gaps, Outside, gaps_chart, hidden, idle_gaps, nothing_to_do, outside_calls
+from kvprobe.diagnosis.cause import executions_not_shown
+from kvprobe.diagnosis.counted_launches import launched_much
+from kvprobe.diagnosis.finding import (
+    INFERRED,
+    MEASURED,
+    Change,
+    Evidence,
+    Finding,
+    Loss,
+    NotLookedFor,
+    Where,
+    cause_of,
+)
+from kvprobe.diagnosis.gaps import (
+    Gaps,
+    Outside,
+    gaps_by_events,
+    gaps_chart,
+    hidden,
+    idle_gaps,
+    nothing_to_do,
+    outside_calls,
+)
 from kvprobe.diagnosis.in_functions import WITH_STACK, outside_in_functions, without_functions
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.diagnosis.python_or_gil_bound import explained
 from kvprobe.diagnosis.server_options import with_options
+from kvprobe.diagnosis.who_worked import who_worked
 from kvprobe.recordings.assemble import among
-from kvprobe.recordings.intervals import distinct, in_time
+from kvprobe.recordings.intervals import distinct, in_time, union
 from kvprobe.recordings.model import CallKind, Direction
 
 CAUSE = cause_of(__name__)
-OF_EXECUTIONS = True  # told by what the device executed: without it, not looked for
 LONG_NS, LEAST_SHARE, MANY = STEP_NS, 0.10, 5
 _MOST = 0.9  # of the preparation that fits beside the GPU's work: where less does, it has to become shorter
 _HALF = 0.5  # where less than this fits, a shorter preparation comes first
@@ -64,19 +90,29 @@ OPTIONS = {
 }
 
 
+def not_shown(joined: JoinedRecording) -> NotLookedFor | None:
+    """Needs to know when the device was idle: by what it executed, or by timing events."""
+    return None if joined.account.seen else executions_not_shown(joined.recording)
+
+
 def find(joined: JoinedRecording) -> Finding | None:
     """Long idle gaps in which the host was elsewhere."""
-    gaps = idle_gaps(joined)
+    executions = joined.recording.has_executions
+    gaps = idle_gaps(joined) if executions else gaps_by_events(joined)
     mine = (gaps.host_ns >= LONG_NS) & ~explained(joined, gaps) & ~nothing_to_do(joined, gaps)
     lost = int(gaps.host_ns[mine].sum())
-    span = joined.span_ns * max(len(np.unique(gaps.process)), 1)
+    if not executions and launched_much(joined, joined.caller[gaps.call[mine]], lost):
+        return None  # by timing events such gaps may hold launches, and kernels as short as they are
+    span = joined.span_ns * max(len(np.unique(gaps.device)), 1)
     if mine.sum() < MANY or lost < LEAST_SHARE * span:
         return None
     calls, ns = gaps.call[mine], gaps.host_ns[mine]
-    where, functions = outside_in_functions(
-        joined, joined.places(calls, ns), OUTSIDE_CALLS, gaps.start[mine], gaps.end[mine]
-    )
+    places = joined.places(calls, ns)
+    if not executions:  # the call behind a gap need not be the launch that ended it
+        places = tuple(replace(one, stream=Where.stream, stream_name="", range="") for one in places)
+    where, functions = outside_in_functions(joined, places, OUTSIDE_CALLS, gaps.start[mine], gaps.end[mine])
     outside = outside_calls(joined, gaps.start[mine], gaps.end[mine], lost)
+    worked = _who_worked(joined, gaps.start[mine], gaps.end[mine])
     beside = hidden(joined, gaps, mine)
     polls = _polls(joined, gaps, mine)
     did = "polled, or prepared" if polls.asked else "prepared"
@@ -94,7 +130,7 @@ def find(joined: JoinedRecording) -> Finding | None:
             gaps=(gaps.start[mine], gaps.end[mine]),
         ),
         evidence=[
-            *_evidence(gaps, mine, outside, round(outside.ns * beside / lost), span),
+            *_evidence(gaps, mine, outside, round(outside.ns * beside / lost), span, worked),
             *functions,
             *polls.evidence(),
         ],
@@ -104,6 +140,16 @@ def find(joined: JoinedRecording) -> Finding | None:
         ],
         chart=gaps_chart(joined, gaps, mine),
     )
+
+
+def _who_worked(joined: JoinedRecording, start: Array, end: Array) -> list[Evidence]:
+    """Who used the CPU in the gaps of the GPU with most of them, where that was noted."""
+    if not joined.recording.pauses.rows:
+        return []
+    begins, ends = union(start, end)
+    cuts = [(gpu, gpu.stretches.cut(begins, ends)) for gpu in joined.account.gpus]
+    starved = [(gpu, inside & (gpu.stretches.line == Line.PYTHON)) for gpu, inside in cuts]
+    return who_worked(joined, *max(starved, key=lambda one: one[0].stretches.sum_ns(one[1])))
 
 
 class _Polls(NamedTuple):
@@ -162,7 +208,9 @@ def _polls(joined: JoinedRecording, gaps: Gaps, mine: Array) -> _Polls:
     return _Polls(int(polled.sum()), before, joined.text(int(joined.name[first[polled][0]])))
 
 
-def _evidence(gaps: Gaps, mine: Array, outside: Outside, beside: int, span: int) -> list[Evidence]:
+def _evidence(
+    gaps: Gaps, mine: Array, outside: Outside, beside: int, span: int, worked: list[Evidence]
+) -> list[Evidence]:
     ns, lost = gaps.host_ns[mine], outside.ns
     typical, longest = float(np.median(ns)), int(ns.max())
     said = [
@@ -174,6 +222,7 @@ def _evidence(gaps: Gaps, mine: Array, outside: Outside, beside: int, span: int)
             "ns",
             MEASURED,
         ),
+        *worked,
         Evidence(f"the median gap is {ms(typical)}, the longest {ms(longest)}", longest, "ns", MEASURED),
         Evidence(
             "each gap ended with a launch that was made after the gap began: the queue was empty, not full",

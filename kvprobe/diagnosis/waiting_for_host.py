@@ -34,16 +34,16 @@ the preparation that can overlap with the GPU's work.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvprobe.account import COPIES, HOST, IDLE, OPEN, OUTSIDE_CALLS, GpuAccount, Line, Unknown, Worked, covers_of
+from kvprobe.account import HOST, IDLE, OPEN, OUTSIDE_CALLS, GpuAccount, Line, Unknown, Worked
 from kvprobe.account.chain import hidden_beside_work
 from kvprobe.account.lines import line_of_calls
-from kvprobe.diagnosis.counted_launches import counts_launches
+from kvprobe.diagnosis.counted_launches import launched_much
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, TracedCall, Where, cause_of
+from kvprobe.diagnosis.gaps import busy
 from kvprobe.diagnosis.host_functions import (
     HELD,
     IN_FUNCTIONS,
@@ -57,6 +57,7 @@ from kvprobe.diagnosis.in_functions import in_functions
 from kvprobe.diagnosis.joined import CRITICAL, JoinedRecording, ms, of_the_time, share
 from kvprobe.diagnosis.left import most_left
 from kvprobe.diagnosis.traced import longest
+from kvprobe.diagnosis.who_worked import spent_by, who_worked
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import Array, CallKind
@@ -72,11 +73,6 @@ DID = {
     Line.NO_CPU: "had no CPU",
     Line.TIER: "read or wrote files or sockets",
     Line.ELSEWHERE: "was in other code",
-}
-WORKED = {
-    Worked.THREAD: "the thread itself worked, and did not sleep",
-    Worked.ANOTHER: "another thread of the process ran, and this one did not: it waited for the interpreter's lock or "
-    "a lock of the program's own; kvprobe cannot tell which",
 }
 SHOWN_BY = (
     "Record with `kvprobe run --nsys` or `nsys profile -t cuda,nvtx,osrt`, which show where the thread sleeps, or mark "
@@ -105,7 +101,6 @@ WAKE = Change(
     "Do not let the thread sleep between steps: wait for an event of the step, or submit the next step before that",
     share=1.0,
 )
-LAUNCHED = 10  # of the time that a thread is not in a call that was kept: part in which it launched
 AT_ONCE = 1 << 19  # calls looked at together: a recording may have millions
 BESIDE = (Line.PYTHON, Line.TIER, Line.ELSEWHERE)  # their changes move work beside the GPU's, and take none away
 
@@ -217,7 +212,7 @@ def _left(joined: JoinedRecording) -> Finding | None:
     of_first = first.mine & (cut.caller >= 0)
     places, in_python = in_functions(joined, places, cut.caller[of_first], cut.start[of_first], cut.end[of_first])
     evidence += in_python
-    evidence += _who_worked(joined, gpu, mine & ~held & among(cut.line, (Line.PYTHON, Line.ELSEWHERE)))
+    evidence += who_worked(joined, gpu, mine & ~held & among(cut.line, (Line.PYTHON, Line.ELSEWHERE)))
     start, end = cut.start[mine], cut.end[mine]
     loss = Loss(
         lost,
@@ -255,20 +250,18 @@ def _part(joined: JoinedRecording, gpu: GpuAccount, line: Line, mine: Array) -> 
         name, inside = _call_of_most(joined, gpu, mine)
         did = f"was in {name}" if 2 * inside > ns else SLEPT if _slept(joined, gpu, mine) else ""
     elif ns and line == Line.PYTHON:
-        callers = np.unique(cut.caller[mine]).tolist()
-        launched = sum(counts_launches(joined, caller)[1] for caller in callers if caller >= 0)
-        did = "was in Python, or launched kernels" if LAUNCHED * launched > ns else ""
+        did = "was in Python, or launched kernels" if launched_much(joined, cut.caller[mine], ns) else ""
     elif ns and line == Line.WAITING_FOR_DEVICE:
         others = [one for one in joined.account.gpus if one is not gpu and {*one.processes} & {*gpu.processes}]
-        busy = [_busy(one) for one in others]
-        inside = sum(int(cover.within(cut.start[mine], cut.end[mine]).sum()) for cover in busy)
+        works = [busy(one) for one in others]
+        inside = sum(int(cover.within(cut.start[mine], cut.end[mine]).sum()) for cover in works)
         did = "waited for another GPU" if 2 * inside > ns else ""
     return _Part(ns, line, mine, did)
 
 
 def _slept(joined: JoinedRecording, gpu: GpuAccount, mine: Array) -> bool:
     """Whether threads slept in most of these stretches, by the CPU time that was noted of their pauses."""
-    spent = _spent(joined, gpu, mine, (Worked.NOBODY, Worked.LITTLE))
+    spent = spent_by(joined, gpu, mine, (Worked.NOBODY, Worked.LITTLE))
     return 2 * sum(spent.values()) > gpu.stretches.sum_ns(mine)
 
 
@@ -305,20 +298,13 @@ def _call_of_most(joined: JoinedRecording, gpu: GpuAccount, mine: Array) -> tupl
     return joined.text(most), int(spent[most])
 
 
-def _busy(gpu: GpuAccount) -> Cover:
-    """When a GPU computes or copies."""
-    cut = gpu.stretches
-    works = among(cut.line, (Line.COMPUTING, *COPIES)) | (cut.detail == Unknown.GRAPH)
-    return Cover(cut.start[works], cut.end[works])
-
-
 def _saved(gpu: GpuAccount, part: _Part) -> int:
     """Of a part's time, what its change saves at most, ns."""
     if part.line not in BESIDE:
         return part.ns
     cut = gpu.stretches
     here = part.mine
-    return hidden_beside_work(_busy(gpu), cut.start[here], cut.end[here], cut.ns[here])
+    return hidden_beside_work(busy(gpu), cut.start[here], cut.end[here], cut.ns[here])
 
 
 def _submitted_ahead(gpu: GpuAccount, mine: Array) -> int:
@@ -331,28 +317,7 @@ def _submitted_ahead(gpu: GpuAccount, mine: Array) -> int:
     gap = np.cumsum(~idles)
     waits = mine & (cut.line == Line.WAITING_FOR_DEVICE)
     here = mine & (cut.line == Line.SUBMITTING) & np.isin(gap, gap[waits])
-    return hidden_beside_work(_busy(gpu), cut.start[here], cut.end[here], cut.ns[here])
-
-
-def _who_worked(joined: JoinedRecording, gpu: GpuAccount, mine: Array) -> list[Evidence]:
-    """Who used the CPU in pauses of the threads that the GPU waited for, where the recording has their CPU time."""
-    return [
-        Evidence(f"for {ms(ns)} of that, {WORKED[worked]}", ns, "ns", MEASURED)
-        for worked, ns in _spent(joined, gpu, mine, WORKED).items()
-        if 100 * ns >= gpu.window_ns
-    ]
-
-
-def _spent(joined: JoinedRecording, gpu: GpuAccount, mine: Array, who: Iterable[Worked]) -> dict[Worked, int]:
-    """Of these stretches, what lies in pauses of their threads in which each of `who` worked, ns."""
-    cut, spent = gpu.stretches, dict.fromkeys(who, 0)
-    for one in joined.account.threads if joined.recording.pauses.rows else ():
-        process = int(joined.process[np.argmax(joined.caller == one.caller)])
-        waits = np.flatnonzero(mine & (cut.caller == one.caller))
-        covers = covers_of(joined.recording, process, one.thread, gpu.from_ns, gpu.to_ns)
-        for worked in spent:
-            spent[worked] += int(covers[worked].within(cut.start[waits], cut.end[waits]).sum())
-    return spent
+    return hidden_beside_work(busy(gpu), cut.start[here], cut.end[here], cut.ns[here])
 
 
 def _of_part(change: Change, part: float) -> Change:

@@ -28,6 +28,7 @@ def test_a_thread_of_a_process_that_uses_no_cpu_sleeps(tmp_path, used, slept):
     first, (gpu,) = found[0], found.account.gpus
     # 3 ms of sleep after each step of 1.2 ms; the CPU time is the event loop's own
     assert gpu.share(Line.ELSEWHERE if slept else Line.PYTHON) > 0.6
-    assert first.cause == "waiting_for_host"
+    assert first.cause == ("waiting_for_host" if slept else "gpu_starved")
     assert ("the thread slept, or waited for something outside CUDA" in first.title) == slept
+    assert slept or "while the host prepared the next step" in first.title
     assert first.cure[0].text.startswith("Do not let the thread sleep" if slept else "Prepare the next step")
