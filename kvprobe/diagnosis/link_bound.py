@@ -34,6 +34,7 @@ from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Find
 from kvprobe.diagnosis.joined import DIRECTIONS, Array, JoinedRecording, ms, share, size
 from kvprobe.diagnosis.wasted_stores import no_addresses
 from kvprobe.diagnosis.weights_not_overlapped import CAUSE as WEIGHTS
+from kvprobe.diagnosis.weights_not_overlapped import MOVE_FEWER
 from kvprobe.recordings.intervals import Cover, distinct
 from kvprobe.recordings.link_rate import FROM_COPIES, FULL_LINK, PcieLink, link_of
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
@@ -56,7 +57,6 @@ REPEATED = Change(
 RECOMPUTE = Change("Recompute short prefixes instead of loading them where that is faster")
 SPREAD = Change("Use a faster link, or spread the copies over the links of several GPUs", "setting")
 FASTER = Change("Use a faster link", "setting")
-FEWER_WEIGHTS = Change("Move fewer bytes: keep more of the weights on the GPU, or hold them in fewer bits", "setting")
 
 
 def open_question(joined: JoinedRecording) -> Finding | None:
@@ -197,10 +197,10 @@ def _why_slow(slow: float, could: PcieLink, several: bool) -> tuple[Change, ...]
 
 
 def _fewer(joined: JoinedRecording, rows: Array) -> tuple[Change, ...]:
-    """Fewer bytes of these copies: of weights, where another finding says that copies are of weights."""
+    """Fewer bytes of these copies: of what each step loads, where another finding says that copies are of that."""
     account = joined.account
     if any(account.claimed_ns(gpu, WEIGHTS, COPIES) for gpu in account.gpus):
-        return (FEWER_WEIGHTS,)
+        return (Change(MOVE_FEWER, "setting"),)
     stores = joined.recording.executions["direction"][rows] == Direction.D2H
     return (FEWER_STORES,) if stores.all() else (FEWER, RECOMPUTE)
 

@@ -41,6 +41,7 @@ from kvprobe.diagnosis.small_copies import BATCH_GAIN, BATCH_IS_FASTER, MANY_SMA
 from kvprobe.diagnosis.synchronisation import CAUSE as WAITS
 from kvprobe.diagnosis.waited_copies import WaitedCopies, waited_copies
 from kvprobe.diagnosis.weights_not_overlapped import CAUSE as WEIGHTS
+from kvprobe.diagnosis.weights_not_overlapped import MOVE_FEWER
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import Array, Direction, Engine
@@ -299,8 +300,7 @@ def _fewer_loads(waited: WaitedCopies) -> Change:
     """What is left to do where prefetching is promised already."""
     how = " without waiting for each copy (`.to(device, non_blocking=True)`)" if waited.most else ""
     return Change(
-        "Move fewer bytes: keep more of what is loaded on the GPU (of weights: more layers), or hold it in fewer bits. "
-        f"What prefetching the rest{how} saves, `{WEIGHTS}` counts: it is no part of this finding",
+        f"{MOVE_FEWER}. What prefetching the rest{how} saves, `{WEIGHTS}` counts: it is no part of this finding",
         "setting",
     )
 
