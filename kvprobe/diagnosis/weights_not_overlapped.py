@@ -28,6 +28,8 @@ Predicted saving: the same time.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
@@ -61,6 +63,26 @@ MOVE_FEWER = (
     "Move fewer bytes: keep more of what is loaded on the GPU (of weights: more layers), or hold it in fewer bits"
 )
 FEWER_LAYERS = "Keep fewer layers in CPU memory, spread evenly, so that each copy has compute to hide behind"
+
+
+class _Words(NamedTuple):
+    """What copies are called: in a title and in a sentence, as what they are taken; and how to load ahead and less."""
+
+    title: str
+    them: str
+    taken: str
+    ahead: str
+    fewer: str
+
+
+WEIGHT_COPIES = _Words("Weight copies", "weight copies", "weights", PREFETCH, FEWER_LAYERS)
+LOADS = _Words(  # by sizes alone they may be blocks of a KV cache
+    "Loads between kernels",
+    "loads",
+    "what each step needs, weights or a KV cache,",
+    LOAD_AHEAD,
+    f"If the loads are weights: {FEWER_LAYERS[:1].lower()}{FEWER_LAYERS[1:]}",
+)
 WORDS = ("weight", "param", "layer", "offload", "prefetch", "fsdp", "onload", "all_gather", "allgather")
 
 
@@ -218,20 +240,17 @@ def find(joined: JoinedRecording) -> Finding | None:
     waited = waited_copies(joined, rows)
     together = f"{len(chosen)} processes together: " if len(chosen) > 1 else ""
     did = f"did so for {ms(both_ns)}" if both_ns else "never did"
-    told = reason in (SOURCES, NAMED)  # by sizes alone they may be blocks of a KV cache
-    what = "weight copies" if told else "loads"
-    taken = "weights" if told else "what each step needs, weights or a KV cache,"
+    words = WEIGHT_COPIES if reason in (SOURCES, NAMED) else LOADS
     return joined.device_finding(
         CAUSE,
-        f"{'Weight copies' if told else 'Loads between kernels'} ran alone: they could have overlapped with kernels "
-        "for {lost}",
+        f"{words.title} ran alone: they could have overlapped with kernels for {{lost}}",
         "certain" if reason == SOURCES else "likely",
         rows,
         loss_ns,
         lost_on="device",
         evidence=(
             Evidence(
-                f"{together}{len(rows):,} {what} took {ms(copy_ns)}, and kernels took {ms(compute_ns)}",
+                f"{together}{len(rows):,} {words.them} took {ms(copy_ns)}, and kernels took {ms(compute_ns)}",
                 copy_ns,
                 "ns",
                 MEASURED,
@@ -249,11 +268,8 @@ def find(joined: JoinedRecording) -> Finding | None:
                 "ns",
                 INFERRED,
             ),
-            Evidence(f"these copies are taken to be {taken} because {reason}", len(rows), "calls", INFERRED),
+            Evidence(f"these copies are taken to be {words.taken} because {reason}", len(rows), "calls", INFERRED),
             *waited.evidence(),
         ),
-        cure=(
-            waited.change(Change(PREFETCH if told else LOAD_AHEAD, share=1.0)),
-            Change(FEWER_LAYERS if told else f"If the loads are weights: {FEWER_LAYERS[:1].lower()}{FEWER_LAYERS[1:]}"),
-        ),
+        cure=(waited.change(Change(words.ahead, share=1.0)), Change(words.fewer)),
     )
