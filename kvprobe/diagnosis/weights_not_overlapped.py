@@ -59,9 +59,7 @@ LOAD_AHEAD = (
     "events. If these kernels still read the memory that the next load writes, load into a second buffer, in turns. "
     f"Settings, if the loads are weights: {SETTINGS}"
 )
-MOVE_FEWER = (
-    "Move fewer bytes: keep more of what is loaded on the GPU (of weights: more layers), or hold it in fewer bits"
-)
+MOVE_FEWER = "Move fewer bytes: keep more of them on the GPU, or hold them in fewer bits"
 FEWER_LAYERS = "Keep fewer layers in CPU memory, spread evenly, so that each copy has compute to hide behind"
 
 
