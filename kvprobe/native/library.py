@@ -280,6 +280,7 @@ class SubmitterConfig(ct.Structure):
         ("pooled", ct.c_void_p * 2),
         ("shared", ct.c_void_p * 2),
         ("clock_stream", ct.c_void_p),
+        ("clock_try_ns", u64),
         ("list", CopyList * 2),
         ("burst_ns", u64),
         ("bytes_per_s", u64 * 2),

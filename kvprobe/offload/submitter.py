@@ -48,6 +48,7 @@ __all__ = ["Bounds", "Copies", "Submission", "SubmissionOptions", "Submitter", "
 
 log = logging.getLogger("kvprobe")
 
+_CLOCK_TRY_NS = 200_000  # an event on the clock's stream that is not reached so soon is given up
 _TAKE_EVERY = 256  # submissions between two times that the list of ended ones is emptied; nobody reads it
 _U64 = np.dtype(np.uint64)
 _Memory = ct.c_char * 0
@@ -71,6 +72,7 @@ def open_native(runtime: Runtime, made: Resources, table: MethodTable, copier: A
         pooled=(ct.c_void_p * 2)(*(ct.cast(each, ct.c_void_p) for each in pooled)),
         shared=(ct.c_void_p * 2)(*made.shared),
         clock_stream=made.clock_stream,
+        clock_try_ns=_CLOCK_TRY_NS,
         list=(CopyList * 2)(*made.lists),
         **fields,
     )

@@ -400,6 +400,7 @@ class Handlers:
 def patient_clock(monkeypatch):
     """The device's clock waits for its event as long as a busy machine takes: without it, queue times are not told."""
     monkeypatch.setattr("kvprobe.cuda.clock._TRIES_NS", 2_000_000_000)
+    monkeypatch.setattr("kvprobe.offload.submitter._CLOCK_TRY_NS", 2_000_000_000)
 
 
 @pytest.fixture

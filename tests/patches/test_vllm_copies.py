@@ -51,10 +51,8 @@ def test_bytes_come_back_and_every_transfer_is_timed(vllm_handlers, version, fix
         assert transfer["submit_ns"] > 0
         assert transfer["build_ns"] > 0
         assert transfer["copy_ns"] > 0
-        # kvprobe's own thread may not know the device's clock on a busy machine: then it does not tell these
-        if fix == "off" or transfer["queue_ns"] is not None:
-            assert transfer["queue_ns"] >= 0
-            assert transfer["poll_ns"] >= 0
+        assert transfer["queue_ns"] >= 0
+        assert transfer["poll_ns"] >= 0
         assert transfer["ok"] is True
     assert [t["direction"] for t in seen.transfers] == ["store"] * 6 + ["load"] * 6
 
@@ -192,7 +190,7 @@ def test_what_the_submitter_carries_is_whole_timed_and_merged(vllm_handlers, ver
         assert transfer["copies"] == 5 * handlers.copies_per_block
         assert transfer["bytes"] == 5 * handlers.copies_per_block * handlers.block_bytes
         assert transfer["copy_ns"] > 0
-        assert transfer["queue_ns"] is None or transfer["queue_ns"] >= 0
+        assert transfer["queue_ns"] >= 0
         assert transfer["ok"] is True
 
 

@@ -2,7 +2,6 @@
 #include "submitter.h"
 
 #define CLOCK_TRIES 8
-#define CLOCK_TRY_NS 200000
 #define AGAIN_CLOCK_NS UINT64_C(50000000) /* after it could not be read */
 #define GOOD_CLOCK_NS 50000               /* the host was not interrupted between asking and hearing */
 #define APART 200000                      /* the clocks go apart by one part in so many: 5 us a second */
@@ -36,7 +35,7 @@ void kvp_renew_device_clock(kvp_submitter *s) {
             kvp_clear_error(s);
             break;
         }
-        if (!reached_soon(s, event, before + CLOCK_TRY_NS)) break;
+        if (!reached_soon(s, event, before + s->config.clock_try_ns)) break;
         uint64_t now = kvp_now_ns(), took = now - before;
         if (!says_more(s, took, now)) continue;
         best = took;

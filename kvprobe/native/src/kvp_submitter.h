@@ -123,6 +123,7 @@ typedef struct {
     void *const *pooled[2];
     void *shared[2];
     void *clock_stream;
+    uint64_t clock_try_ns;        /* an event on it that is not reached so soon is given up */
     kvp_copy_list list[2];        /* of loads and of stores, a ring; capacity 0: there is no copy kernel */
     uint64_t burst_ns;            /* work submitted ahead of the device, each direction; 0: 1.2 ms, 2.4 by kernels */
     uint64_t bytes_per_s[2];      /* cap on the rate; 0: none */

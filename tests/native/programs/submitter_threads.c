@@ -188,6 +188,7 @@ int main(int argc, char **argv) {
                                    .pooled = {(void *const *)streams, (void *const *)(streams + STREAMS)},
                                    .shared = {streams[2 * STREAMS], streams[2 * STREAMS + 1]},
                                    .clock_stream = streams[2 * STREAMS + 2],
+                                   .clock_try_ns = 200000,
                                    .ceiling = 30};
     kvp_method_table_default(&methods, &config.copier);
     int why;
