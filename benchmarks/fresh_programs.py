@@ -39,8 +39,6 @@ NOT_KNOWN = "not_known"
 UNTOLD = {
     "waiting_for_copies.not_needed": "waiting_for_copies.at_link_rate",
     "waiting_for_host.no_cpu": "waiting_for_host.python",
-    "waiting_for_host.tier": "waiting_for_host.python",
-    NOTHING_TO_DO: NOT_KNOWN,
 }
 Interval = tuple[int, int]
 Lines = dict[str, float]
@@ -208,10 +206,7 @@ def judged(work: tuple[Path, str, str, bool]) -> dict[str, Any]:
 
 
 def as_nsys(lines: Lines) -> Lines:
-    """The lines as Nsight Systems can tell them.
-
-    It sees neither the bytes of a copy, nor what a thread waits for or reads, nor whether anybody had asked.
-    """
+    """The lines as Nsight Systems can tell them: it sees neither the bytes of a copy nor who waits for a CPU."""
     out: Lines = {}
     for line, share in lines.items():
         line = UNTOLD.get(line, line)
