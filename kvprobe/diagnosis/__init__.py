@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, overload
 
-from kvprobe.diagnosis.cause import executions_not_shown
 from kvprobe.diagnosis.finding import (
     Change,
     Evidence,
@@ -16,6 +15,7 @@ from kvprobe.diagnosis.finding import (
     Series,
     TracedCall,
     Where,
+    executions_not_shown,
     ranked,
 )
 from kvprobe.launchqueue.constants import COSTLY_BATCH, SATURATION, SMALL_COPIES

@@ -9,9 +9,8 @@ if TYPE_CHECKING:
     from kvprobe.account import Line
     from kvprobe.diagnosis.finding import Finding, NotLookedFor
     from kvprobe.diagnosis.joined import JoinedRecording
-    from kvprobe.recordings.model import Recording
 
-__all__ = ["Cause", "executions_not_shown", "load_cause"]
+__all__ = ["Cause", "load_cause"]
 
 
 class Cause(Protocol):
@@ -56,18 +55,6 @@ class _File(Cause):
     def find(self, joined: JoinedRecording) -> Finding | None:
         found: Finding | None = self._module.find(joined)
         return found
-
-
-def executions_not_shown(recording: Recording) -> NotLookedFor | None:
-    """That the recording does not show what the device executed, None where it does."""
-    from kvprobe.diagnosis.finding import DEVICE_BY_NSYS, NotLookedFor, is_of_nsys
-
-    if recording.has_executions:
-        return None
-    by = "Nsight Systems (kvprobe run --nsys) or the PyTorch profiler"
-    return NotLookedFor(
-        "the recording does not show what the device executed", DEVICE_BY_NSYS if is_of_nsys(recording) else by
-    )
 
 
 def load_cause(name: str) -> Cause:

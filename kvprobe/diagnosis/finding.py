@@ -118,6 +118,15 @@ def is_of_nsys(recording: Recording) -> bool:
     return bool(recording.source) and all(one.format.startswith("nsys") for one in recording.source)
 
 
+def executions_not_shown(recording: Recording) -> NotLookedFor | None:
+    """That the recording does not show what the device executed, None where it does."""
+    if recording.has_executions:
+        return None
+    by = "Nsight Systems (kvprobe run --nsys) or the PyTorch profiler"
+    because = "the recording does not show what the device executed"
+    return NotLookedFor(because, DEVICE_BY_NSYS if is_of_nsys(recording) else by)
+
+
 @dataclass(frozen=True)
 class Change:
     """Something to change, with the time that this change alone is predicted to save.

@@ -37,14 +37,13 @@ class Gaps:
     """Idle stretches of the device and what the host did in them; arrays of one entry a gap.
 
     Attributes:
-        device: whose it is: a process, or by timing events a GPU of the account, by its place there.
-        start, end: the gap, on the recording's clock.
+        process, start, end: the gap, on the recording's clock.
         call: row of the call that ended it; by timing events the next of its thread, as launches may not be kept.
         host_ns: part of it in which the launching thread was in no CUDA call at all: it prepared.
         gc_ns: part of it that the recorder labelled garbage collection.
     """
 
-    device: Array
+    process: Array
     start: Array
     end: Array
     call: Array
@@ -98,15 +97,19 @@ def outside_calls(joined: JoinedRecording, start: Array, end: Array, otherwise_n
 def hidden(joined: JoinedRecording, gaps: Gaps, mine: Array) -> int:
     """How much of these gaps' preparation fits beside what the device does in the step before, ns."""
     out = 0
-    table = joined.recording.executions
-    for device in np.unique(gaps.device[mine]).tolist():
-        theirs = table["process"] == device
-        working = Cover(joined.x_start[theirs], joined.x_end[theirs])
-        if not joined.recording.has_executions:
-            working = busy(joined.account.gpus[device])
-        one = mine & (gaps.device == device)
-        out += hidden_beside_work(working, gaps.start[one], gaps.end[one], gaps.host_ns[one])
+    for process in distinct(gaps.process[mine]).tolist():
+        one = mine & (gaps.process == process)
+        out += hidden_beside_work(_working(joined, process), gaps.start[one], gaps.end[one], gaps.host_ns[one])
     return out
+
+
+def _working(joined: JoinedRecording, process: int) -> Cover:
+    """When the device of a process ran anything: what was executed, else what timing events told."""
+    if joined.recording.has_executions:
+        theirs = joined.recording.executions["process"] == process
+        return Cover(joined.x_start[theirs], joined.x_end[theirs])
+    covers = [busy(gpu) for gpu in joined.account.gpus if process in gpu.processes]
+    return Cover(np.concatenate([one.start for one in covers]), np.concatenate([one.end for one in covers]))
 
 
 def busy(gpu: GpuAccount) -> Cover:
@@ -155,7 +158,7 @@ def gaps_by_events(joined: JoinedRecording) -> Gaps:
     Where a thread was elsewhere for longer than in Python, or another cause explains that, more is known: no such gap.
     """
     parts: list[tuple[Array, ...]] = []
-    for place, gpu in enumerate(joined.account.gpus):
+    for gpu in joined.account.gpus:
         cut = gpu.stretches
         rows = np.flatnonzero(among(cut.line, HOST))
         if not len(rows):
@@ -167,7 +170,7 @@ def gaps_by_events(joined: JoinedRecording) -> Gaps:
         outside = whole(np.where(among(cut.line[rows], OUTSIDE_CALLS), cut.ns[rows], 0), begins)
         last = np.append(begins[1:], len(rows)) - 1
         caller = cut.caller[rows][last]
-        keep = (2 * python > outside) & (caller >= 0)
+        keep = (2 * python > outside) & among(caller, _launching_by_totals(joined))
         start, end, caller = cut.start[rows][begins][keep], cut.end[rows][last][keep], caller[keep]
         call = np.zeros(len(start), dtype=np.int64)
         for one in distinct(caller):
@@ -176,9 +179,19 @@ def gaps_by_events(joined: JoinedRecording) -> Gaps:
             at = np.searchsorted(joined.start[theirs], end[mine])
             call[mine] = theirs[np.minimum(at, len(theirs) - 1)]
         nothing = np.zeros(len(start), dtype=np.int64)
-        parts.append((np.full(len(start), place), start, end, call, python[keep], nothing))
+        parts.append((joined.process[call], start, end, call, python[keep], nothing))
     columns = [np.concatenate([part[i] for part in parts]) if parts else np.zeros(0, dtype=np.int64) for i in range(6)]
     return Gaps(*columns)
+
+
+def _launching_by_totals(joined: JoinedRecording) -> Array:
+    """Callers that launch kernels or graphs, where launches may be counted and not kept."""
+    totals = joined.recording.totals
+    made = among(totals["kind"], (CallKind.LAUNCH, CallKind.GRAPH)) & (totals["calls"] > 0)
+    threads = {*zip(totals["process"][made].tolist(), totals["thread"][made].tolist(), strict=True)}
+    callers = [(one, int(np.argmax(joined.caller == one))) for one in distinct(joined.caller).tolist()]
+    found = [one for one, row in callers if (int(joined.process[row]), int(joined.thread[row])) in threads]
+    return np.array(found, dtype=np.int64)
 
 
 def _idle_gaps(joined: JoinedRecording) -> Gaps:

@@ -41,7 +41,6 @@ import numpy as np
 
 from kvprobe.account import OUTSIDE_CALLS, Line
 from kvprobe.account.chain import STEP_NS
-from kvprobe.diagnosis.cause import executions_not_shown
 from kvprobe.diagnosis.counted_launches import launched_much
 from kvprobe.diagnosis.finding import (
     INFERRED,
@@ -53,6 +52,7 @@ from kvprobe.diagnosis.finding import (
     NotLookedFor,
     Where,
     cause_of,
+    executions_not_shown,
 )
 from kvprobe.diagnosis.gaps import (
     Gaps,
@@ -92,7 +92,8 @@ OPTIONS = {
 
 def not_shown(joined: JoinedRecording) -> NotLookedFor | None:
     """Needs to know when the device was idle: by what it executed, or by timing events."""
-    return None if joined.account.seen else executions_not_shown(joined.recording)
+    lacks = executions_not_shown(joined.recording)
+    return None if lacks is None or joined.account.seen else lacks
 
 
 def find(joined: JoinedRecording) -> Finding | None:
@@ -103,7 +104,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     lost = int(gaps.host_ns[mine].sum())
     if not executions and launched_much(joined, joined.caller[gaps.call[mine]], lost):
         return None  # by timing events such gaps may hold launches, and kernels as short as they are
-    span = joined.span_ns * max(len(np.unique(gaps.device)), 1)
+    span = joined.span_ns * max(len(np.unique(gaps.process)), 1)
     if mine.sum() < MANY or lost < LEAST_SHARE * span:
         return None
     calls, ns = gaps.call[mine], gaps.host_ns[mine]

@@ -466,7 +466,7 @@ def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
     gaps = idle_gaps(joined)
     if not len(gaps.start):
         return None
-    span = joined.span_ns * max(len(np.unique(gaps.device)), 1)
+    span = joined.span_ns * max(len(np.unique(gaps.process)), 1)
     signs = _signs(joined, gaps, span)
     mine = signs.short | signs.collected | signs.locked | signs.sampled | signs.slept
     host = int(gaps.host_ns[mine].sum())

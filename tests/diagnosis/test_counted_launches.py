@@ -65,7 +65,7 @@ def totals_without(recording: Recording, kind: CallKind) -> None:
 
 def test_without_counted_launches_nothing_says_why_the_gpu_waited(recording):
     totals_without(recording, CallKind.LAUNCH)
-    assert [one.cause for one in examine(recording) if one.severity == "critical"] == ["gpu_starved"]
+    assert [one.cause for one in examine(recording) if one.severity == "critical"] == ["waiting_for_host"]
 
 
 def test_a_thread_that_waits_after_many_launches_is_another_case(recording):

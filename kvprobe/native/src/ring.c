@@ -218,7 +218,7 @@ static ssize_t read_proc(const char *path, char *text, size_t size) {
     return got;
 }
 
-/* What the kernel has counted of this thread: the observer's first look may come half a second later. */
+/* What the kernel has counted of this thread: the observer's first look may come a second later. */
 static void note_begin(kvp_section_header *header) {
     char text[64], *waited, *end;
     if (read_proc("/proc/thread-self/schedstat", text, sizeof text) <= 0) return;
