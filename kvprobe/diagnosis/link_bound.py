@@ -17,8 +17,11 @@ kernels. This finding counts only the time of the copy engine that they leave. I
 copies do not overlap with kernels, this part of the wait belongs to the finding about the queue. For the rest of the
 wait, only fewer bytes help.
 
-If the recording does not show what the GPU did, it does not show whether the model waits for copies. If the copies
-on copy streams then carry 80% of the link's rate over the whole time, the cause is an open question.
+`kvprobe run` sees by timing events when only copies ran. There the link is busy for as long as the bytes of one
+direction take at the link's rate, and what counts as waiting is what the account calls so while copies of this
+direction ran. If the recording shows neither executions nor timing events, it does not show whether the model waits for
+copies. If the copies on copy streams then carry 80% of the link's rate over the whole time, the cause is an open
+question.
 
 Time lost: the time in which the copy engine works and nothing computes, without what other findings explain.
 Predicted saving: kvprobe predicts none, because the saving depends on how many fewer bytes the program moves.
@@ -26,22 +29,37 @@ Predicted saving: kvprobe predicts none, because the saving depends on how many 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import numpy as np
 
-from kvprobe.account import COPIES
+from kvprobe.account import COPIES, GpuAccount, Line
 from kvprobe.account.stretches import NOBODY
-from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, cause_of
+from kvprobe.diagnosis.finding import (
+    COUNTED,
+    INFERRED,
+    MEASURED,
+    Change,
+    Evidence,
+    Finding,
+    Loss,
+    NotLookedFor,
+    cause_of,
+    executions_not_shown,
+)
 from kvprobe.diagnosis.joined import DIRECTIONS, Array, JoinedRecording, ms, share, size
 from kvprobe.diagnosis.wasted_stores import no_addresses
 from kvprobe.diagnosis.weights_not_overlapped import CAUSE as WEIGHTS
 from kvprobe.diagnosis.weights_not_overlapped import MOVE_FEWER
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, distinct
 from kvprobe.recordings.link_rate import FROM_COPIES, FULL_LINK, PcieLink, link_of
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
 
 CAUSE = cause_of(__name__)
-OF_EXECUTIONS = True  # told by what the device executed: without it, not looked for
 BUSY = 0.8  # of the time that the link is busy
+_ALONE = 0.3  # of the busy time: for less, kernels hide the copies
 FEWER = Change(
     "Move fewer bytes: a smaller KV type (fp8), more reuse on the GPU, a larger GPU share for weights", "setting"
 )
@@ -103,8 +121,16 @@ def open_question(joined: JoinedRecording) -> Finding | None:
     )
 
 
+def not_shown(joined: JoinedRecording) -> NotLookedFor | None:
+    """Needs to know when only copies ran: by what the device executed, or by timing events."""
+    lacks = executions_not_shown(joined.recording)
+    return None if lacks is None or joined.account.seen else lacks
+
+
 def find(joined: JoinedRecording) -> Finding | None:
     """A saturated link."""
+    if not joined.recording.has_executions:
+        return _by_events(joined)
     table = joined.recording.executions
     chosen: list[Array] = []
     losses: list[Array] = []
@@ -152,6 +178,107 @@ def find(joined: JoinedRecording) -> Finding | None:
             *((REPEATED,) if no_addresses(joined) else ()),
         ),
     )
+
+
+def _by_events(joined: JoinedRecording) -> Finding | None:
+    """The same where timing events tell when only copies ran, of the GPU that waited longest for a full link."""
+    found = [one for gpu in joined.account.gpus if gpu.kernels for one in _full_by_events(joined, gpu)]
+    if not found:
+        return None
+    worst = max(found, key=lambda one: one.lost_ns)
+    slow = _slow_link(joined)
+    whose = f" on GPU {worst.gpu.device}" if len(joined.account.gpus) > 1 and worst.gpu.device >= 0 else ""
+    stores = worst.direction == Direction.D2H
+    return joined.finding(
+        CAUSE,
+        f"The link is the limit: only copies ran for {{lost}}{whose}, at the link's full rate",
+        "likely" if slow else "certain",
+        Loss(
+            worst.lost_ns,
+            len(worst.rows),
+            on="device",
+            window=(int(worst.start.min()), int(worst.end.max())),
+            span_ns=worst.gpu.window_ns,
+            places=joined.places(worst.rows, worst.needs_ns),
+            spans=(worst.start, worst.end),
+        ),
+        evidence=worst.evidence,
+        reason=_doubt(slow, link_of(joined.recording)),
+        cure=(
+            *_why_slow(slow, link_of(joined.recording), bool(whose)),
+            *((FEWER_STORES,) if stores else (FEWER, RECOMPUTE)),
+            FASTER if whose else SPREAD,
+        ),
+    )
+
+
+class _Full(NamedTuple):
+    """Copies of one direction that fill a GPU's link.
+
+    Attributes:
+        gpu: whose link.
+        direction: of the copies.
+        rows, needs_ns: of calls, and for how long each keeps the link busy.
+        start, end: stretches in which only copies ran, most of them these; of those that no timing event saw, the
+            account knows that only copies ran, and they count for the direction that ran alone for longer.
+        lost_ns: how long these stretches are.
+        evidence: their figures.
+    """
+
+    gpu: GpuAccount
+    direction: Direction
+    rows: Array
+    needs_ns: Array
+    start: Array
+    end: Array
+    lost_ns: int
+    evidence: list[Evidence]
+
+
+def _full_by_events(joined: JoinedRecording, gpu: GpuAccount) -> Iterator[_Full]:
+    """Each direction in which a GPU's copies fill the link, and no kernel hides them."""
+    spans, cut = joined.recording.spans, gpu.stretches
+    first, last = gpu.computes
+    waits = (cut.cause == NOBODY) & among(cut.line, (Line.AT_LINK_RATE, Line.BELOW_LINK_RATE))
+    waits &= (cut.start >= first) & (cut.end <= last)
+    theirs = among(joined.kind, (CallKind.COPY, CallKind.BATCH)) & among(joined.process, gpu.processes)
+    theirs &= (joined.memory != Memory.PAGEABLE) & (joined.bytes > 0) & ~(joined.nested | joined.outside)
+    copies = (spans["engine"] == Engine.COPY) & among(spans["process"], gpu.processes)
+    for direction, name in DIRECTIONS.items():
+        rows = np.flatnonzero(theirs & (joined.direction == direction))
+        rate, how = joined.link(direction)
+        if len(rows) < 8 or rate <= 0:
+            continue
+        needs_ns = (joined.bytes[rows] / rate * 1e9).astype(np.int64)
+        busy_ns = min(int(needs_ns.sum()), gpu.window_ns)
+        mine, others = (
+            Cover(spans["start_ns"][some], spans["end_ns"][some]).within(cut.start, cut.end) * waits
+            for some in (copies & (spans["direction"] == direction), copies & (spans["direction"] != direction))
+        )
+        meant = waits & ((mine > others) | ((mine == others) & (mine.sum() > others.sum())))
+        lost_ns = cut.sum_ns(meant)
+        if busy_ns < BUSY * gpu.window_ns or lost_ns < _ALONE * busy_ns:
+            continue
+        moved = int(joined.bytes[rows].sum())
+        text = (
+            f"{name}: {len(rows):,} copies moved {size(moved)}, for which the link needs {ms(int(needs_ns.sum()))}: "
+            f"{share(busy_ns, gpu.window_ns)} of the serving window"
+        )
+        told = f"by timing events, only copies ran for {ms(lost_ns)}, {share(lost_ns, gpu.window_ns)} of that window"
+        yield _Full(
+            gpu,
+            direction,
+            rows,
+            needs_ns,
+            cut.start[meant],
+            cut.end[meant],
+            lost_ns,
+            [
+                Evidence(text, moved, "bytes", COUNTED),
+                Evidence(f"{name}: {_full_rate(rate, how)}", rate, "bytes/s", MEASURED if how == FROM_COPIES else how),
+                Evidence(told, lost_ns, "ns", MEASURED),
+            ],
+        )
 
 
 def _of_gpu(gpu: str, exposed: int, explained: int, other: int) -> list[Evidence]:
@@ -233,7 +360,7 @@ def _full_link(
     exposed = copying.total_ns - copying.intersect_ns(compute)
     between = int(copying.within(compute.start[:1], compute.end[-1:])[0])
     full = reached >= FULL_LINK * rate and copying.total_ns >= BUSY * joined.span_ns
-    if not full or 2 * between < copying.total_ns or exposed < 0.3 * copying.total_ns:
+    if not full or 2 * between < copying.total_ns or exposed < _ALONE * copying.total_ns:
         return rows[:0]
     gpu = f"{_gpu(joined, rows)}, " if len(distinct(table["device"] + 1)) > 1 else ""
     name = f"{gpu}{DIRECTIONS[direction]}"
