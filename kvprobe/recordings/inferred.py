@@ -201,6 +201,9 @@ def _infer(recording: Recording, queue: StreamOccupancy, marked: MarkedDepth | N
         queue.ceiling = _deepest(queue.depth[blocked])
     elif counted is None or not counted.settled:
         _by_bursts(recording, queue, given, known, depths)
+        if counted is None and marked is not None and not queue.conclusion.full:
+            queue.depth = np.round(marked.own).astype(np.int32)
+            source = _INFERRED.format("counted by timing events, and estimated where there were none")
     queue.inferred_ns = int(queue.blocked_ns.sum())
     if queue.conclusion.because:
         return

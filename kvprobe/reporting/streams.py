@@ -350,7 +350,8 @@ _HOW = {
     "labels": "Counted from submissions and executions. The recorder labels the calls that were blocked.",
     "plateau": "Counted from submissions and executions. A queue counts as full if the number of outstanding "
     "submissions stops growing, calls that meet that many take longer, and they return when an operation ends.",
-    "inferred": "Inferred from the ends of transfers or the pace of calls, because no device activity was recorded.",
+    "inferred": "Inferred from timing events, the ends of transfers or the pace of calls, because no device activity "
+    "was recorded.",
 }
 
 
