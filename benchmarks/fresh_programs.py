@@ -1,6 +1,6 @@
 """How right the diagnosis is at programs that were written without knowledge of it, and how right its account is.
 
-    python benchmarks/record_corpus.py DIR --set fresh    # or blind, unseen, served, sixth, ..., twentyfirst
+    python benchmarks/record_corpus.py DIR --set fresh    # or blind, unseen, served, sixth, ..., twentyfourth
     python benchmarks/fresh_programs.py DIR [--only TEXT] [--found-window] [--json FILE]
 
 A recording is right if every cause that its recorder can show is named, no warning is false, the verdict is the

@@ -862,6 +862,9 @@ import thirteenth_shapes  # noqa: E402, F401
 import twelfth_shapes  # noqa: E402, F401
 import twentieth_shapes  # noqa: E402, F401
 import twentyfirst_shapes  # noqa: E402, F401
+import twentyfourth_shapes  # noqa: E402, F401
+import twentysecond_shapes  # noqa: E402, F401
+import twentythird_shapes  # noqa: E402, F401
 import unseen_shapes  # noqa: E402, F401
 
 

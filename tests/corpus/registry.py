@@ -150,6 +150,9 @@ eighteenth = series("eighteenth", 0.95)
 nineteenth = series("nineteenth", 0.95)
 twentieth = series("twentieth", 0.95)
 twentyfirst = series("twentyfirst", 0.95)
+twentysecond = series("twentysecond", 0.95)
+twentythird = series("twentythird", 0.95)
+twentyfourth = series("twentyfourth", 0.95)
 
 
 def plain(account: dict[str, float], line: str, or_lines: tuple[str, ...] = (), calm_share: float = 0.8) -> None:

@@ -35,6 +35,9 @@ from thirteenth_shapes import THIRTEENTH
 from twelfth_shapes import TWELFTH
 from twentieth_shapes import TWENTIETH
 from twentyfirst_shapes import TWENTYFIRST
+from twentyfourth_shapes import TWENTYFOURTH
+from twentysecond_shapes import TWENTYSECOND
+from twentythird_shapes import TWENTYTHIRD
 from unseen_shapes import UNSEEN
 
 from kvprobe.diagnosis import CAUSES, examine
@@ -77,6 +80,9 @@ SERIES = {
     "nineteenth": (NINETEENTH, 20, 7),
     "twentieth": (TWENTIETH, 20, 7),
     "twentyfirst": (TWENTYFIRST, 22, 7),
+    "twentysecond": (TWENTYSECOND, 22, 7),
+    "twentythird": (TWENTYTHIRD, 20, 6),
+    "twentyfourth": (TWENTYFOURTH, 22, 8),
 }
 ON_THE_HOST = {
     name: programs for name, (programs, *_) in SERIES.items() if not all(one.needs_gpu for one in programs.values())
