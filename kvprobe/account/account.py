@@ -6,7 +6,7 @@ decides whether something is a loss. Causes (`kvprobe.diagnosis`) explain parts 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import cast
@@ -16,7 +16,7 @@ import numpy as np
 from kvprobe.account.activity import Activity, activities
 from kvprobe.account.counted import by_counts
 from kvprobe.account.gpu import BEGINS_NS, links_of, stretches_of
-from kvprobe.account.lines import COPIES, HOST, OPEN, Line, Unknown
+from kvprobe.account.lines import COPIES, HOST, OPEN, OUTSIDE_CALLS, Line, Unknown
 from kvprobe.account.not_kept import fill_not_kept
 from kvprobe.account.samples import Samples, fill
 from kvprobe.account.stretches import NOBODY, Stretches, overlay
@@ -27,6 +27,7 @@ from kvprobe.recordings.intervals import Cover, union
 from kvprobe.recordings.joined import Joined
 from kvprobe.recordings.link_rate import LinkRate
 from kvprobe.recordings.model import Array, Direction
+from kvprobe.recordings.python_functions import mostly_seen_in, seen_in
 
 __all__ = ["Account", "GpuAccount", "ThreadAccount", "account_of"]
 
@@ -51,6 +52,8 @@ class GpuAccount:
         behind: where operations began that stood behind a host function in their stream, ascending, and the row of the
             call that put it there (`host_functions.UNNAMED` where that was not kept). An idle stretch in front of one
             is nobody's doing (`Stretches.caller`), and in the line of other code.
+        functions: by the name of a line, or of a reason why something is not known: "function (file:line)" that its
+            thread was in for most of it, where stacks were taken.
     """
 
     device: int
@@ -66,6 +69,7 @@ class GpuAccount:
     link_busy_ns: tuple[int, int] = (0, 0)
     samples: Samples = field(default_factory=Samples)
     behind: tuple[Array, Array] = field(default_factory=lambda: (np.zeros(0, np.int64), np.zeros(0, np.int64)))
+    functions: dict[str, str] = field(default_factory=dict)
 
     @property
     def window_ns(self) -> int:
@@ -108,6 +112,13 @@ class GpuAccount:
     def asked_ns(self) -> int:
         """The window without the time in which nobody asked for anything, or nothing shows whether anybody did."""
         return self.window_ns - self.ns(Line.NOTHING_TO_DO) - self.open_ns
+
+    @property
+    def main_caller(self) -> int:
+        """The thread that this GPU waited for longest, as `Stretches.caller`; NOBODY where it waited for none."""
+        cut = self.stretches
+        known = cut.caller >= 0
+        return int(np.bincount(cut.caller[known], weights=cut.ns[known]).argmax()) if known.any() else NOBODY
 
     @property
     def held_by_functions(self) -> Array:
@@ -376,7 +387,23 @@ def account_of(joined: Joined) -> Account:
                 _behind(gpu),
             )
         )
+        gpus[-1].functions.update(_functions(joined, gpus[-1]))
     return Account(gpus, _threads(joined, threads, gpus))
+
+
+def _functions(joined: Joined, gpu: GpuAccount) -> Iterator[tuple[str, str]]:
+    """In which function a GPU's main thread was for most of a line outside of calls, or of what is not known of it."""
+    rows = np.flatnonzero(joined.caller == gpu.main_caller)
+    if not joined.recording.stack_samples.rows or not len(rows):
+        return
+    process, thread, cut = int(joined.process[rows[0]]), int(joined.thread[rows[0]]), gpu.stretches
+    theirs = cut.caller == gpu.main_caller
+    parts: list[tuple[Line | Unknown, Array]] = [(line, (cut.line == line) & theirs) for line in OUTSIDE_CALLS]
+    for what, mine in [*parts, *((reason, cut.detail == reason) for reason in OPEN)]:
+        times = Cover(cut.start[mine], cut.end[mine])
+        name = mostly_seen_in(*seen_in(joined.recording, process, thread, times))
+        if name:
+            yield what.name, name
 
 
 def _behind(gpu: Activity) -> tuple[Array, Array]:

@@ -72,7 +72,8 @@ class CannotRunError(KvprobeError):
     "--stacks/--no-stacks",
     default=True,
     show_default=True,
-    help="Take the Python stacks of a process while a call blocks one of its threads.",
+    help="Take the Python stacks of a process while a call blocks one of its threads, and now and then while it makes "
+    "calls.",
 )
 @click.option(
     "--stacks-after",

@@ -19,8 +19,9 @@ again whether the step is done (`cudaEventQuery`), and sleeps in between. So if 
 evidence says how much time passed from the beginning of each gap to the first of these calls in the gap.
 
 A PyTorch profile that was recorded `with_stack=True` holds Python functions. Then the evidence names the innermost
-functions of the program in which the thread was longest in these gaps. In other recordings, py-spy or NVTX ranges show
-what the thread does.
+functions of the program in which the thread was longest in these gaps. `kvprobe run` takes a Python stack now and then,
+and those that it took in these gaps show the functions. In other recordings, py-spy or NVTX ranges show what the thread
+does.
 
 `kvprobe run` sees by timing events when the GPU is idle, and the account says what its thread did meanwhile. There a
 gap counts if the thread spent most of its time outside of CUDA calls in Python: if it slept, or read files, more is

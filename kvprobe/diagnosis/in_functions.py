@@ -1,4 +1,8 @@
-"""In which Python functions threads were while a GPU was idle, where the profile holds functions: shared by causes."""
+"""In which Python functions threads were while a GPU was idle: shared by causes.
+
+A profile of functions tells it to the nanosecond. `kvprobe run` has taken a stack now and then instead, at an instant
+that is known to half a millisecond: those that fall into the idle time tell it.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +17,15 @@ from kvprobe.diagnosis.joined import JoinedRecording, ms
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, union
 from kvprobe.recordings.model import Array
-from kvprobe.recordings.python_functions import InFunction, longest_in, mostly_in
+from kvprobe.recordings.python_functions import FunctionSeen, InFunction, longest_in, mostly_in, mostly_seen_in, seen_in
 
 __all__ = ["BY_FUNCTIONS", "WITH_STACK", "in_functions", "outside_in_functions", "without_functions"]
 
 BY_FUNCTIONS = "by the Python functions that the profile holds"
+BY_STACKS = "by stacks that were taken now and then"
 WITH_STACK = "record again with profile(..., with_stack=True), and the report names the Python functions"
 LEAST_SHARE = 0.10  # of the time: a function with less is not named
+LEAST_SEEN = 0.25  # of the stacks
 MOST_THREADS = 8
 IDLE = "the idle time"
 
@@ -47,7 +53,8 @@ def in_functions(
     Returns:
         the places, and a figure for each function of the thread that was looked at longest.
     """
-    if not joined.recording.python_functions.rows or not len(caller):
+    recording = joined.recording
+    if not (recording.python_functions.rows or recording.stack_samples.rows) or not len(caller):
         return tuple(places), []
     callers, place = np.unique(caller, return_inverse=True)
     long = np.bincount(place, weights=end - start)
@@ -60,8 +67,14 @@ def in_functions(
             continue
         process, thread = int(joined.process[rows[0]]), int(joined.thread[rows[0]])
         times = Cover(start[place == number], end[place == number])
-        found = longest_in(joined.recording, process, thread, times)
-        name, ns = mostly_in(joined.recording, process, thread, times)
+        if not recording.python_functions.rows:
+            seen, looks = seen_in(recording, process, thread, times)
+            mostly[joined.pid(process), thread] = mostly_seen_in(seen, looks)
+            if number == looked_at[0]:
+                evidence = [_seen(one, looks, thread, what) for one in seen if one.stacks >= LEAST_SEEN * looks]
+            continue
+        found = longest_in(recording, process, thread, times)
+        name, ns = mostly_in(recording, process, thread, times)
         mostly[joined.pid(process), thread] = name
         if number == looked_at[0]:
             evidence = [_said(one, thread, what) for one in found if one.ns >= LEAST_SHARE * times.total_ns]
@@ -70,6 +83,13 @@ def in_functions(
                 evidence.insert(0, Evidence(text, ns, "ns", BY_FUNCTIONS))
     named = tuple(replace(one, function=mostly.get((one.pid, one.thread), "")) for one in places)
     return named, evidence
+
+
+def _seen(one: FunctionSeen, looks: int, thread: int, what: str) -> Evidence:
+    text = f"in {what}, {one.stacks} of {looks} stacks show thread {thread} in {one.name}"
+    if one.inner:
+        text += f", {one.inner_stacks} of them within {one.inner}"
+    return Evidence(text, one.stacks, "1", BY_STACKS)
 
 
 def _said(one: InFunction, thread: int, what: str) -> Evidence:
@@ -84,7 +104,7 @@ def outside_in_functions(
     joined: JoinedRecording, places: Sequence[Where], lines: Sequence[Line], start: Array, end: Array
 ) -> tuple[tuple[Where, ...], list[Evidence]]:
     """The same of the idle stretches of GPUs from `start` to `end` that the account has in these lines."""
-    if not joined.recording.python_functions.rows:
+    if not (joined.recording.python_functions.rows or joined.recording.stack_samples.rows):
         return tuple(places), []
     begins, ends = union(start, end)
     parts = []

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvprobe.diagnosis.finding import TracedCall
-from kvprobe.recordings.python_functions import FRAME, is_own, stack_at
+from kvprobe.recordings.python_functions import of_program, stack_at
 from kvprobe.recordings.vocabulary import base_name
 
 if TYPE_CHECKING:
@@ -33,11 +33,8 @@ def line_of(stack: str) -> str:
 
 def _place(stack: Iterable[str]) -> tuple[str, str]:
     """The same frame's "file:line", and its function; empty without frames."""
-    frames = [found for found in map(FRAME.fullmatch, stack) if found]
-    if not frames:
-        return "", ""
-    own = next((one for one in frames if is_own(one["file"])), frames[0])
-    return f"{own['file']}:{own['line']}", own["name"]
+    found = of_program(stack)
+    return (f"{found[0]['file']}:{found[0]['line']}", found[0]["name"]) if found else ("", "")
 
 
 def _functions(joined: JoinedRecording, row: int) -> tuple[str, ...]:

@@ -163,6 +163,7 @@ def _between_requests(joined: JoinedRecording) -> Finding | None:
         else "after most of its other waits for the GPU, the thread submits at once"
     )
     window = int(cut.start[mine].min()), int(cut.end[mine].max())
+    _, functions = _in_pauses(joined, gpu)
     return joined.finding(
         CAUSE,
         "The GPU ran nothing for {lost}, in {calls} pauses of its thread",
@@ -177,10 +178,19 @@ def _between_requests(joined: JoinedRecording) -> Finding | None:
                 "ns",
                 MEASURED,
             ),
+            *functions,
         ),
         reason=f"cannot tell, because nothing ran for {share(gpu.open_ns, gpu.window_ns)} of the time, and {why.text}",
         cure=(Change(SHOWN_BY, "recording"),),
     )
+
+
+def _in_pauses(joined: JoinedRecording, gpu: GpuAccount) -> tuple[tuple[Where, ...], list[Evidence]]:
+    """In which functions the thread that the GPU waits for most was in the pauses that are not known."""
+    cut = gpu.stretches
+    mine = np.flatnonzero(among(cut.detail, OPEN))
+    whose = np.full(len(mine), gpu.main_caller)
+    return in_functions(joined, (), whose, cut.start[mine], cut.end[mine], "the pauses that are not known")
 
 
 def _left(joined: JoinedRecording) -> Finding | None:
@@ -212,6 +222,8 @@ def _left(joined: JoinedRecording) -> Finding | None:
     of_first = first.mine & (cut.caller >= 0)
     places, in_python = in_functions(joined, places, cut.caller[of_first], cut.start[of_first], cut.end[of_first])
     evidence += in_python
+    if gpu.open_ns >= CRITICAL * gpu.window_ns:
+        evidence += _in_pauses(joined, gpu)[1]
     evidence += who_worked(joined, gpu, mine & ~held & among(cut.line, (Line.PYTHON, Line.ELSEWHERE)))
     start, end = cut.start[mine], cut.end[mine]
     loss = Loss(

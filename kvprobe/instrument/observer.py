@@ -23,6 +23,7 @@ from kvprobe.instrument.finishing import finish, show
 from kvprobe.instrument.process_tracking import ProcessTracker
 from kvprobe.instrument.ring_files import RingFiles
 from kvprobe.instrument.stack_capture import MOST_OF_TOTALS, StackCapture
+from kvprobe.instrument.stack_sampler import StackSampler
 from kvprobe.instrument.step_socket import StepSocket
 from kvprobe.runfolder.folder import RunFolder
 from kvprobe.runfolder.step_lines import limit_of
@@ -42,7 +43,7 @@ def watch(
     folder: RunFolder,
     rings: RingFiles,
     tracker: ProcessTracker,
-    watchers: Sequence[StackCapture | CpuWaits],
+    watchers: Sequence[StackCapture | StackSampler | CpuWaits],
     options: dict[str, Any],
 ) -> None:
     """Returns when the command and all processes of the run have ended, or when kvprobe was detached from them.
@@ -108,7 +109,8 @@ def main(arguments: list[str]) -> int:
     totals = options.get("detail") == "totals"
     # of a run that keeps totals alone no file may grow for good; without any, a starved thread looks like a full queue
     waits = CpuWaits(folder.append_cpu_wait, most=WAITS_OF_TOTALS if totals else MOST_WAITS)
-    watchers: list[StackCapture | CpuWaits] = [waits]
+    watchers: list[StackCapture | StackSampler | CpuWaits] = [waits]
+    sampler: StackSampler | contextlib.nullcontext[None] = contextlib.nullcontext()
     if options.get("stacks", True):
         watchers.append(
             StackCapture(
@@ -118,10 +120,13 @@ def main(arguments: list[str]) -> int:
                 most=MOST_OF_TOTALS if totals else None,
             )
         )
+        if options.get("stacks_how") != "in-process":  # a process could only answer where it lets the lock go
+            sampler = StackSampler(folder.append_stack_sample)
+            watchers.append(sampler)
     failure, rings = "", RingFiles(folder)
     told = StepSocket(folder.path, limit_of(totals, int(options.get("max_bytes") or 0)))
     try:
-        with _device_counters(folder, bool(options.get("nvml"))), told:
+        with _device_counters(folder, bool(options.get("nvml"))), told, sampler:
             watch(folder, rings, tracker, watchers, options)
             waits.close()
     except Exception as error:  # what was recorded is worth reading all the same

@@ -1,14 +1,15 @@
-"""Takes the Python stacks of a process that is blocked in a CUDA call: from outside with py-spy, else by asking it.
+"""Takes the Python stacks of a process: from outside with py-spy, else by asking it.
 
 One line of `stacks-<pid>.jsonl` an occasion: `t_ns` (CLOCK_MONOTONIC), `pid`, `thread` (kernel id of the blocked one),
 `call`, `stream`, `blocked_ns` (so far), `how` ("py-spy", "in-process" or "failed"), `error`, and `threads`: a list of
 `{thread, name, gil, frames}` with the blocked thread first, then the one that holds the GIL; frames innermost first, as
-`function (file:line)`.
+`function (file:line)`. One line of `stack-samples-<pid>.jsonl` for each look at a process whose threads make calls.
 """
 
 from __future__ import annotations
 
 import json
+import select
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["NoPythonError", "py_spy", "take", "usable"]
+__all__ = ["NoPythonError", "py_spy", "sample", "take", "usable"]
 
 THREADS = 16  # kept of one occasion: the blocked one, the GIL's holder, then active ones
 
@@ -34,34 +35,41 @@ def py_spy() -> str | None:
     return str(beside) if beside.is_file() else shutil.which("py-spy")
 
 
-def _dump(pid: int, timeout_s: float) -> list[dict[str, Any]]:
-    """Threads as py-spy reports them; RuntimeError with one line that says why not."""
+def _dump(pid: int, timeout_s: float) -> tuple[int, list[dict[str, Any]]]:
+    """When py-spy looked, ns, and threads as it reports them; RuntimeError with one line that says why not.
+
+    It looks for less than a millisecond, writes its answer at once, and takes long only to begin: the answer's first
+    byte comes at most half a millisecond after the look.
+    """
     program = py_spy()
     if program is None:
         raise RuntimeError("py-spy is not installed")
+    command = [program, "dump", "--json", "--nonblocking", "--pid", str(pid)]
     try:
-        done = subprocess.run(
-            [program, "dump", "--json", "--nonblocking", "--pid", str(pid)],
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout is not None  # it was asked for
+            try:
+                select.select([process.stdout], [], [], timeout_s)
+                looked_ns = time.monotonic_ns()
+                said, complaint = process.communicate(timeout=timeout_s)
+            except BaseException:
+                process.kill()
+                raise
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"py-spy took longer than {timeout_s:.0f} s") from None
     except OSError as error:
         raise RuntimeError(f"py-spy does not start: {error.strerror}") from None
-    if done.returncode:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    if process.returncode:
+        lines = [line.strip() for line in complaint.decode(errors="replace").splitlines() if line.strip()]
         if any("find python version" in line for line in lines):
             raise NoPythonError
-        said = [line for line in lines if "ermission" in line or line.startswith("Error: ")] or lines or ["no message"]
-        raise RuntimeError(f"py-spy: {said[0].removeprefix('Error: ')}")
+        why = [line for line in lines if "ermission" in line or line.startswith("Error: ")] or lines or ["no message"]
+        raise RuntimeError(f"py-spy: {why[0].removeprefix('Error: ')}")
     try:
-        found: list[dict[str, Any]] = json.loads(done.stdout)
+        found: list[dict[str, Any]] = json.loads(said)
     except ValueError:
         raise RuntimeError("py-spy's answer is not JSON") from None
-    return found
+    return looked_ns, found
 
 
 def usable(pid: int, timeout_s: float = 10.0) -> str:
@@ -110,13 +118,24 @@ def take(folder: Path, pid: int, thread: int, *, inside: bool, timeout_s: float 
         if inside:
             threads = _ask_inside(folder, pid, timeout_s)
         else:
-            threads = [_thread(found) for found in _dump(pid, timeout_s)]
+            threads = [_thread(found) for found in _dump(pid, timeout_s)[1]]
     except NoPythonError:
         raise
     except (RuntimeError, OSError) as error:
         return {"how": "failed", "error": str(error), "threads": []}
     threads.sort(key=lambda t: (t["thread"] != thread, not t["gil"], not t.get("active", False)))
     return {"how": "in-process" if inside else "py-spy", "error": "", "threads": threads[:THREADS]}
+
+
+def sample(pid: int, threads: set[int], timeout_s: float = 5.0) -> tuple[int, list[dict[str, Any]]]:
+    """When py-spy looked at a process, ns, and the stacks of these threads of it, by kernel id, as in the file's lines.
+
+    Raises:
+        NoPythonError: it runs none.
+        RuntimeError: why py-spy could not look, in one line.
+    """
+    looked_ns, found = _dump(pid, timeout_s)
+    return looked_ns, [one for one in map(_thread, found) if one["thread"] in threads]
 
 
 def _thread(found: dict[str, Any]) -> dict[str, Any]:

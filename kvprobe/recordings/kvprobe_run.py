@@ -49,6 +49,7 @@ from kvprobe.recordings.run_events import (
     page_faults,
     pauses,
     samples,
+    stack_samples,
     stacks,
     transfers,
     waits,
@@ -362,6 +363,7 @@ def _fill(
     _totals(recording, totals, words)
     steps(recording, processes, shifts, names)
     stacks(recording, processes, shifts, names)
+    stack_samples(recording, processes, shifts, names)
     cpu_waits(recording, processes, shifts)
     samples(recording, processes, shifts, names)
     tiers(recording, processes, shifts, names)

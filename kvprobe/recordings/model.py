@@ -422,6 +422,13 @@ SCHEMAS: dict[str, dict[str, str]] = {
         "gil": "uint8",
         "stack": "name",
     },
+    # Python stacks of threads that make calls, taken now and then whatever they did; `stack` as in `stacks`.
+    "stack_samples": {
+        "time_ns": "int64",  # half a millisecond after the stack was so, at most
+        "process": "int32",
+        "thread": "int64",
+        "stack": "name",
+    },
     # Calls of Python functions that a profiler followed, those of a thread nested in one another; a name is as a frame
     # of `stacks`, but for the line: that is where the function begins.
     "python_functions": {

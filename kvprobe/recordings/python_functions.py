@@ -1,4 +1,4 @@
-"""In which Python functions a thread was: which frames are the program's own, and what a profile of functions tells.
+"""In which Python functions a thread was: the program's own frames, and what a profile or samples of stacks tell.
 
 The PyTorch profiler follows functions `with_stack=True`, and writes the path of each from where Python found it,
 without the folder of a library or of Python itself, so that these are told by the names of their modules.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +17,17 @@ import numpy as np
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import Array, Recording
 
-__all__ = ["FRAME", "InFunction", "is_own", "longest_in", "mostly_in", "stack_at"]
+__all__ = [
+    "FunctionSeen",
+    "InFunction",
+    "is_own",
+    "longest_in",
+    "mostly_in",
+    "mostly_seen_in",
+    "of_program",
+    "seen_in",
+    "stack_at",
+]
 
 FRAME = re.compile(r"(?P<name>.*) \((?P<file>.+):(?P<line>\d+)\)")
 MOST_FRAMES = 64
@@ -24,6 +36,9 @@ _LIBRARIES = re.compile(
 )
 # Python's own modules, without those whose names programs like to have for their scripts.
 _PYTHON = sys.stdlib_module_names - {"code", "profile", "test"}
+_INSTALLED = re.compile(r".*/(site|dist)-packages/")
+_STARTER = re.compile(r"/s?bin/[^/.]+$")
+_LOOK_NS = 1_000_000
 _PROFILER = re.compile(r"\((torch/profiler/|torch/autograd/profiler)[^()]*:\d+\)$")
 
 
@@ -32,6 +47,20 @@ def is_own(file: str) -> bool:
     if _LIBRARIES.search(file):
         return False
     return file.startswith("/") or file.split("/")[0].removesuffix(".py") not in _PYTHON
+
+
+def of_program(stack: Iterable[str]) -> tuple[re.Match[str], re.Match[str]] | None:
+    """Of a stack's frames the innermost one of the program, and the innermost of all; None without frames.
+
+    A server that pip installed is no program's own file. So where only the script that starts it is, the frame is the
+    innermost one of an installed package other than torch, numpy and the like.
+    """
+    frames = [found for found in map(FRAME.fullmatch, stack) if found]
+    if not frames:
+        return None
+    own = (one for one in frames if is_own(one["file"]) and not _STARTER.search(one["file"]))
+    installed = (one for one in frames if (to := _INSTALLED.match(one["file"])) and is_own(one["file"][to.end() :]))
+    return next(own, None) or next(installed, None) or frames[0], frames[0]
 
 
 def _of_program(name: str) -> bool:
@@ -111,6 +140,58 @@ def mostly_in(recording: Recording, process: int, thread: int, times: Cover) -> 
         if 2 * ns > times.total_ns and (not most[1] or ns < most[1]):
             most = recording.text(one), ns
     return most
+
+
+@dataclass(frozen=True)
+class FunctionSeen:
+    """In how many samples of stacks a function was the innermost one of the program.
+
+    Attributes:
+        name: "function (file:line)"; the line is where the thread was in most of them.
+        stacks: how many.
+        inner: the function of a library that it was in for most of them; else "".
+        inner_stacks: in how many.
+    """
+
+    name: str
+    stacks: int
+    inner: str = ""
+    inner_stacks: int = 0
+
+
+def seen_in(
+    recording: Recording, process: int, thread: int, times: Cover, least: int = 3
+) -> tuple[list[FunctionSeen], int]:
+    """The functions that samples of a thread's stack show in these times, most often first; and how many samples.
+
+    Fewer samples than `least` show nothing. A sample counts where the thread was in these times for most of the
+    millisecond before it was there.
+    """
+    table = recording.stack_samples
+    at = table["time_ns"]
+    taken = (table["process"] == process) & (table["thread"] == thread)
+    taken &= 2 * times.within(at - _LOOK_NS, at) > _LOOK_NS
+    stacks = [recording.text(int(one)).split("\n") for one in table["stack"][taken]]
+    frames = [found for found in map(of_program, stacks) if found]
+    if len(frames) < least:
+        return [], len(frames)
+    lines: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    inner: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    for mine, innermost in frames:
+        function = mine["name"], mine["file"]
+        lines[function][mine["line"]] += 1
+        inner[function][innermost["name"] if innermost is not mine else ""] += 1
+    out = []
+    for function, seen in lines.items():
+        many, (within, often) = seen.total(), inner[function].most_common(1)[0]
+        name = f"{function[0]} ({function[1]}:{seen.most_common(1)[0][0]})"
+        out.append(FunctionSeen(name, many, *((within, often) if within and 2 * often > many else ())))
+    return sorted(out, key=lambda one: -one.stacks), len(frames)
+
+
+def mostly_seen_in(seen: list[FunctionSeen], looks: int) -> str:
+    """The function that most of so many samples show, as `seen_in` returns them; "" where that may be chance."""
+    return seen[0].name if seen and 2 * seen[0].stacks > looks + looks**0.5 else ""
 
 
 def _inside(recording: Recording, process: int, thread: int, times: Cover) -> tuple[Array, Array, Array, Array]:

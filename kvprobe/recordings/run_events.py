@@ -26,6 +26,7 @@ __all__ = [
     "page_faults",
     "pauses",
     "samples",
+    "stack_samples",
     "stacks",
     "transfers",
     "waits",
@@ -243,6 +244,22 @@ def stacks(recording: Recording, processes: list[Process], shifts: list[int], na
             "stacks were taken by the processes themselves, because py-spy was not permitted: who "
             "holds the GIL is not known, and a process that holds it while blocked cannot answer"
         )
+
+
+def stack_samples(recording: Recording, processes: list[Process], shifts: list[int], names: Names) -> None:
+    """Python stacks of threads that make calls, from stack-samples-<pid>.jsonl."""
+    rows: list[tuple[int, ...]] = []
+    for row, (process, shift) in enumerate(zip(processes, shifts, strict=True)):
+        for line in process.files.stack_samples(process.pid):
+            at = ns_of(line.get("t_ns"))
+            if process.start_ns <= at <= process.end_ns:
+                for thread in line.get("threads") or []:
+                    stack = names.add("\n".join(map(str, thread.get("frames") or [])))
+                    rows.append((at + shift, row, ns_of(thread.get("thread")), stack))
+    if rows:
+        told = ("time_ns", "process", "thread", "stack")
+        columns = dict(zip(told, map(np.array, zip(*sorted(rows), strict=True)), strict=True))
+        recording.tables["stack_samples"] = Table("stack_samples", columns)
 
 
 def cpu_waits(recording: Recording, processes: list[Process], shifts: list[int]) -> None:

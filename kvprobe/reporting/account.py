@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvprobe.account import COPIES, HOST, LINE_TITLES, Account, GpuAccount, Line, ThreadAccount
+from kvprobe.account import COPIES, HOST, LINE_TITLES, Account, GpuAccount, Line, ThreadAccount, Unknown
 from kvprobe.account.stretches import How
 from kvprobe.reporting.streams import recorders_thread, submitters_thread, thread_title
 from kvprobe.reporting.units import duration, percent, rate
@@ -37,9 +37,15 @@ def _lines(gpu: GpuAccount) -> Iterator[tuple[str, int, float]]:
     """Title, ns and share of each line that has any time, what is not known by its reasons."""
     for line in _ORDER[:-1]:
         if ns := gpu.ns(line):
-            yield LINE_TITLES[line] + _link(gpu, line) + _estimated(gpu, line), ns, ns / gpu.window_ns
+            title = LINE_TITLES[line] + _link(gpu, line) + _estimated(gpu, line) + _mostly(gpu, line)
+            yield title, ns, ns / gpu.window_ns
     for reason, ns in gpu.unknown_ns().items():
-        yield f"not known: {reason.text}", ns, ns / gpu.window_ns
+        yield f"not known: {reason.text}{_mostly(gpu, reason)}", ns, ns / gpu.window_ns
+
+
+def _mostly(gpu: GpuAccount, what: Line | Unknown) -> str:
+    """In which function its thread was then, where stacks tell."""
+    return f", mostly in {gpu.functions[what.name]}" if what.name in gpu.functions else ""
 
 
 def _link(gpu: GpuAccount, line: Line) -> str:

@@ -6,6 +6,7 @@
 | `end.json` | how it ended, what was not seen (`End`) | the observer |
 | `processes.jsonl` | a line for each process that ended (`ProcessEnd`) | the observer |
 | `stacks-<pid>.jsonl` | a line for each blocked call whose stacks were taken (`Stacks`) | the observer |
+| `stack-samples-<pid>.jsonl` | stacks of threads that make calls, now and then (`StackSample`) | the observer |
 | `cpu-waits-<pid>.jsonl` | a line for each time in which a thread waited for a CPU (`CpuWait`) | the observer |
 | `device.jsonl` | a line a sample of the GPU's counters (`Sample`) | the observer |
 | `checkin-<pid>-<t>.json` | who a Python process is (`Checkin`) | the start-up hook |
@@ -127,6 +128,13 @@ class Stacks(TypedDict, total=False):
     how: str
     error: str
     threads: list[Thread] | None
+
+
+class StackSample(TypedDict):
+    """Stacks of the threads of a process that make calls, at some instant."""
+
+    t_ns: Int
+    threads: list[Thread]
 
 
 class _Answer(TypedDict):
@@ -330,6 +338,7 @@ Sample = dict[str, Number | str | bool | None]
 _OF_A_LINE = {
     "processes": ProcessEnd,
     "stacks": Stacks,
+    "stack": StackSample,
     "cpu": CpuWait,
     "device": Sample,
     "events": Event,
@@ -397,6 +406,10 @@ class RunFolder:
         """Adds a line to stacks-<pid>.jsonl; raises as `write_run`."""
         files.append(self.path / f"stacks-{pid}.jsonl", _encoded(line))
 
+    def append_stack_sample(self, pid: int, line: dict[str, Any]) -> None:
+        """Adds a line to stack-samples-<pid>.jsonl; raises as `write_run`."""
+        files.append(self.path / f"stack-samples-{pid}.jsonl", _encoded(line))
+
     def append_cpu_wait(self, pid: int, line: CpuWait) -> None:
         """Adds a line to cpu-waits-<pid>.jsonl; raises as `write_run`."""
         files.append(self.path / f"cpu-waits-{pid}.jsonl", _encoded(line))
@@ -452,6 +465,10 @@ class RunFolder:
     def stacks(self, pid: int) -> Iterator[dict[str, Any]]:
         """Lines of stacks-<pid>.jsonl."""
         return self._lines(f"stacks-{pid}.jsonl")
+
+    def stack_samples(self, pid: int) -> Iterator[dict[str, Any]]:
+        """Lines of stack-samples-<pid>.jsonl."""
+        return self._lines(f"stack-samples-{pid}.jsonl")
 
     def answered_stacks(self, pid: int) -> list[dict[str, Any]]:
         """Whole lines of stacks-answer-<pid>.jsonl that hold stacks; none where there is no such file."""

@@ -21,6 +21,11 @@ LATER = "wait (/app/server.py:99)"
     [
         (COPY, "/app/server.py:42"),
         ("run (/x/site-packages/lib.py:5)", "/x/site-packages/lib.py:5"),
+        (  # a server that pip installed
+            "wait (/x/site-packages/torch/cuda/streams.py:5)\nstep (/x/site-packages/vllm/v1/core.py:7)\n"
+            "call (/usr/lib/python3.12/threading.py:9)\n<module> (/usr/local/bin/vllm:8)",
+            "/x/site-packages/vllm/v1/core.py:7",
+        ),
         ("_wrapped (/x/kvprobe/instrument/calls.py:9)\nstep (/app/a b.py:2)", "/app/a b.py:2"),
         ("", ""),
         ("<native>", ""),

@@ -17,7 +17,7 @@ import pytest
 from kvprobe.recordings import open_recording
 from kvprobe.recordings.intervals import Cover
 from kvprobe.recordings.model import Recording, Table
-from kvprobe.recordings.python_functions import is_own, longest_in, mostly_in, stack_at
+from kvprobe.recordings.python_functions import FunctionSeen, is_own, longest_in, mostly_in, seen_in, stack_at
 from kvprobe.recordings.vocabulary import kineto_function
 
 EVERYTHING = Cover(np.array([0]), np.array([1 << 62]))
@@ -215,3 +215,41 @@ def test_functions_of_a_real_profile_are_read(tmp_path: Path) -> None:
     middle = stack_at(recording, 0, thread, (start + end) // 2)
     assert middle[:2] == ("<built-in function sleep>", frame)
     assert any(__name__.rpartition(".")[2] in outer for outer in middle[2:])
+
+
+def sampled(*samples: tuple[int, str], thread: int = 7) -> Recording:
+    """Stacks of a thread by when they were taken, ms; frames joined by a bar."""
+    names = ["", *dict.fromkeys(stack.replace("|", "\n") for _, stack in samples)]
+    columns = {
+        "time_ns": [at * 1_000_000 for at, _ in samples],
+        "process": [0] * len(samples),
+        "thread": [thread] * len(samples),
+        "stack": [names.index(stack.replace("|", "\n")) for _, stack in samples],
+    }
+    return Recording([], {"stack_samples": Table("stack_samples", columns)}, names)
+
+
+HASH, SLEEP = "hash_blocks (/srv/plan.py:4{})|step (/srv/plan.py:90)", "step (/srv/plan.py:91)"
+
+
+def test_of_samples_of_stacks_only_those_in_these_times_count() -> None:
+    """A sample is of the millisecond before it: one at the end of a gap is the gap's, one at its beginning is not."""
+    gaps = Cover(np.array([10, 30]) * 1_000_000, np.array([20, 40]) * 1_000_000)
+    within = [(11, HASH.format(1)), (15, HASH.format(1)), (20, HASH.format(2)), (35, SLEEP)]
+    outside = [(10, SLEEP), (21, SLEEP), (25, SLEEP), (30, SLEEP)]
+    recording = sampled(*sorted(within + outside))
+    seen = [FunctionSeen("hash_blocks (/srv/plan.py:41)", 3), FunctionSeen("step (/srv/plan.py:91)", 1)]
+    assert seen_in(recording, 0, 7, gaps) == (seen, 4)
+    assert seen_in(recording, 0, 8, gaps) == ([], 0)
+    assert seen_in(recording, 1, 7, gaps) == ([], 0)
+    assert seen_in(sampled(*within[:2]), 0, 7, gaps) == ([], 2)  # two may be chance
+
+
+def test_the_time_of_libraries_belongs_to_the_program_s_function_that_called_them() -> None:
+    tokenize = "encode (/usr/lib/python3.12/json/encoder.py:200)|tokenize (/srv/app.py:12)|main (/srv/app.py:80)"
+    samples = [(5, tokenize), (6, tokenize), (7, tokenize), (8, "tokenize (/srv/app.py:13)|main (/srv/app.py:80)")]
+    library = [(9, "get (/usr/lib/python3.12/queue.py:171)|run (/usr/lib/python3.12/threading.py:1000)")]
+    (first, second), looks = seen_in(sampled(*samples, *library), 0, 7, EVERYTHING)
+    assert first == FunctionSeen("tokenize (/srv/app.py:12)", 4, "encode", 3)
+    assert second == FunctionSeen("get (/usr/lib/python3.12/queue.py:171)", 1)
+    assert looks == 5
