@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes as ct
+import itertools
 import random
 from collections import Counter, deque
 from collections.abc import Iterator
@@ -106,10 +107,20 @@ class Pool:
         ]
 
 
+_drawn = [b""]  # random bytes, as many as a pool has
+_fills = itertools.count(1)
+
+
 def fill(d: Device) -> None:
-    """Gives every page of the pinned pool bytes of its own: equal bytes would be loads that nobody needs."""
-    for at in range(0, d.size, 16 << 20):
-        ct.memmove(d.host + at, random.randbytes(min(16 << 20, d.size - at)), min(16 << 20, d.size - at))
+    """Gives every page of the pinned pool bytes of its own: equal bytes would be loads that nobody needs.
+
+    Of each program others: what is drawn once lies elsewhere each time.
+    """
+    if len(_drawn[0]) < d.size:
+        _drawn[0] = b"".join(random.randbytes(16 << 20) for _ in range(0, d.size, 16 << 20))
+    first = 4_099 * next(_fills) % d.size
+    ct.memmove(d.host, _drawn[0][first : d.size], d.size - first)
+    ct.memmove(d.host + d.size - first, _drawn[0][:first], first)
 
 
 def stamp(d: Device, at: int, size: int, number: int) -> None:
