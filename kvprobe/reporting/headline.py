@@ -50,6 +50,7 @@ DIRECTIONS = {
 }
 
 _ALIKE = 0.02  # two times that differ by less are one
+_FOLDERS = re.compile(r"\((?:[^()]*/)?(?=[^()/]+:\d+\)$)")  # before the name of a file
 
 WORDS = {
     "critical": "Critical",
@@ -426,8 +427,10 @@ def _facts_of(first: Finding) -> list[Fact]:
     if first.where:
         top = first.where[0]
         name = f"Thread {top.thread}" if top.thread >= 0 else top.stream_name or f"Process {top.pid}"
-        rest = place(first, 1, brief=True)
-        facts.append(Fact("Where", name, rest.removeprefix(name).removeprefix(", ")))
+        rest = place(first, 1, brief=True).removeprefix(name).removeprefix(", ")
+        function = _FOLDERS.sub("(", top.function)
+        note = ", ".join(filter(None, (rest, f"mostly in {function}" if function else "")))
+        facts.append(Fact("Where", name, note))
     for change in shown_changes(first)[:1]:
         if change.predicted_saving_ns:
             facts.append(Fact("The first change saves", duration(change.predicted_saving_ns), "predicted"))
