@@ -24,7 +24,8 @@ all, and the thread spends at least half of the time between the copies in CUDA 
 this time counts. kvprobe predicts no saving then, because nothing shows who waits for these copies. Some pauses are far
 longer than the usual time between the results of a step and the next submission. If the recording does not show what
 the thread did in a pause of this kind, kvprobe does not decide about the pause, either: the thread may have prepared a
-request, or waited for one.
+request, or waited for one. If `kvprobe run` took stacks in these pauses, the evidence names the functions that they
+show.
 
 Time lost: the wall time in which the GPU ran nothing because of this wait. Predicted saving: the time that the change
 removes. If the thread no longer waits for the GPU, it can submit while the GPU computes: the part of the submission

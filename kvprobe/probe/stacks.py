@@ -49,7 +49,9 @@ def _dump(pid: int, timeout_s: float) -> tuple[int, list[dict[str, Any]]]:
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
             assert process.stdout is not None  # it was asked for
             try:
-                select.select([process.stdout], [], [], timeout_s)
+                answer = select.poll()
+                answer.register(process.stdout, select.POLLIN)
+                answer.poll(1_000 * timeout_s)
                 looked_ns = time.monotonic_ns()
                 said, complaint = process.communicate(timeout=timeout_s)
             except BaseException:
