@@ -25,7 +25,7 @@ BY_FUNCTIONS = "by the Python functions that the profile holds"
 BY_STACKS = "by stacks that were taken now and then"
 WITH_STACK = "record again with profile(..., with_stack=True), and the report names the Python functions"
 LEAST_SHARE = 0.10  # of the time: a function with less is not named
-LEAST_SEEN = 0.25  # of the stacks
+LEAST_OF_STACKS = 0.25  # of the stacks
 MOST_THREADS = 8
 IDLE = "the idle time"
 
@@ -71,7 +71,7 @@ def in_functions(
             seen, looks = seen_in(recording, process, thread, times)
             mostly[joined.pid(process), thread] = mostly_seen_in(seen, looks)
             if number == looked_at[0]:
-                evidence = [_seen(one, looks, thread, what) for one in seen if one.stacks >= LEAST_SEEN * looks]
+                evidence = [_seen(one, looks, thread, what) for one in seen if one.stacks >= LEAST_OF_STACKS * looks]
             continue
         found = longest_in(recording, process, thread, times)
         name, ns = mostly_in(recording, process, thread, times)

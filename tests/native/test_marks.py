@@ -138,16 +138,18 @@ def function(_):
     libc.sem_wait(semaphore)
 
 d.lib.cudaLaunchHostFunc.argtypes = [ct.c_void_p] * 3
-d.check(d.lib.cudaLaunchHostFunc(d.copies[0], ct.cast(function, ct.c_void_p), None))
-for i in range(50):
-    d.load(i, 100_000, d.copies[0])
-assert begun.wait(60)  # on a busy machine it begins late
-time.sleep(0.02)
-libc.sem_post(semaphore)
-d.synchronize()
+for _ in range(5):  # the first may come before there are timing events: a thread makes them
+    begun.clear()
+    d.check(d.lib.cudaLaunchHostFunc(d.copies[0], ct.cast(function, ct.c_void_p), None))
+    for i in range(50):
+        d.load(i, 100_000, d.copies[0])
+    assert begun.wait(60)  # on a busy machine it begins late
+    time.sleep(0.02)
+    libc.sem_post(semaphore)
+    d.synchronize()
 """
     spans = recorded(libraries, tmp_path, body, KVHOST_CLOCK="real").spans
-    stands = int(np.argmax(np.where(spans["engine"] == Engine.FUNCTION, spans["end_ns"] - spans["start_ns"], 0)))
+    stands = int(np.flatnonzero(spans["engine"] == Engine.FUNCTION)[-1])
     assert spans["end_ns"][stands] - spans["start_ns"][stands] >= 19_000_000
     behind = (spans["engine"] == Engine.COPY) & (spans["stream"] == spans["stream"][stands])
     behind &= spans["end_ns"] > spans["end_ns"][stands]
