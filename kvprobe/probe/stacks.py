@@ -145,8 +145,10 @@ def _thread(found: dict[str, Any]) -> dict[str, Any]:
         f"{frame.get('name')} ({frame.get('filename') or frame.get('short_filename')}:{frame.get('line')})"
         for frame in found.get("frames", [])
     ]
+    # before Python 3.11 py-spy knows no kernel id of a thread that it does not stop; the main one's is the process's
+    main = found.get("pid") if found.get("thread_name") == "MainThread" else 0
     return {
-        "thread": found.get("os_thread_id") or 0,
+        "thread": found.get("os_thread_id") or main or 0,
         "name": found.get("thread_name") or "",
         "gil": bool(found.get("owns_gil")),
         "active": bool(found.get("active")),
