@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvprobe.diagnosis.finding import TracedCall
-from kvprobe.recordings.python_functions import of_program, stack_at
+from kvprobe.recordings.python_functions import program_frame, stack_at
 from kvprobe.recordings.vocabulary import base_name
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def line_of(stack: str) -> str:
 
 def _place(stack: Iterable[str]) -> tuple[str, str]:
     """The same frame's "file:line", and its function; empty without frames."""
-    found = of_program(stack)
+    found = program_frame(stack)
     return (f"{found[0]['file']}:{found[0]['line']}", found[0]["name"]) if found else ("", "")
 
 

@@ -32,14 +32,13 @@ class StackSampler:
     A process that py-spy may not look into, or that runs no Python, is left alone from then on.
     """
 
-    def __init__(self, write: Callable[[int, dict[str, Any]], None], seed: int | None = None) -> None:
+    def __init__(self, write: Callable[[int, dict[str, Any]], None]) -> None:
         """Nothing is looked at yet.
 
         Args:
             write: takes a process id and a line of its file.
-            seed: of the times between looks, which are random so that they fall together with no program's steps.
         """
-        self._write, self._random = write, random.Random(seed)
+        self._write = write
         self._seen: dict[tuple[int, int], int] = {}  # process and thread -> its newest call
         self._calling: dict[int, set[int]] = {}  # process -> threads that made calls since it was looked at
         self._alone: set[int] = set()
@@ -71,7 +70,7 @@ class StackSampler:
 
     def _run(self) -> None:
         wait_s = LEAST_S
-        while not self._ends.wait(wait_s * self._random.uniform(0.5, 1.5)):
+        while not self._ends.wait(wait_s * random.uniform(0.5, 1.5)):  # or it might go in step with a program
             with self._lock:
                 pid = next(iter(self._calling), None)
                 threads = self._calling.pop(pid, set()) if pid is not None else set()

@@ -24,7 +24,7 @@ __all__ = [
     "longest_in",
     "mostly_in",
     "mostly_seen_in",
-    "of_program",
+    "program_frame",
     "seen_in",
     "stack_at",
 ]
@@ -49,7 +49,7 @@ def is_own(file: str) -> bool:
     return file.startswith("/") or file.split("/")[0].removesuffix(".py") not in _PYTHON
 
 
-def of_program(stack: Iterable[str]) -> tuple[re.Match[str], re.Match[str]] | None:
+def program_frame(stack: Iterable[str]) -> tuple[re.Match[str], re.Match[str]] | None:
     """Of a stack's frames the innermost one of the program, and the innermost of all; None without frames.
 
     A server that pip installed is no program's own file. So where only the script that starts it is, the frame is the
@@ -172,7 +172,7 @@ def seen_in(
     taken = (table["process"] == process) & (table["thread"] == thread)
     taken &= 2 * times.within(at - _LOOK_NS, at) > _LOOK_NS
     stacks = [recording.text(int(one)).split("\n") for one in table["stack"][taken]]
-    frames = [found for found in map(of_program, stacks) if found]
+    frames = [found for found in map(program_frame, stacks) if found]
     if len(frames) < least:
         return [], len(frames)
     lines: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
