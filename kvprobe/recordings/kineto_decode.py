@@ -43,6 +43,7 @@ class _Args(msgspec.Struct, gc=False, frozen=True):
     correlation: int = -1
     stream: int = -1
     device: int = -1
+    in_device: int = msgspec.field(default=-1, name="inDevice")  # of a copy between GPUs, which has no `device`
     bytes: int = 0
     cbid: int = -1
     graph_node: int = msgspec.field(default=-1, name="graph node id")
@@ -276,7 +277,8 @@ class Decoder:
         rows["correlation"] = _integers([a.correlation for a in args])
         rows["bytes"] = _integers([a.bytes for a in args])
         rows["graph"] = _integers([a.graph_node if a.graph_node > 0 else a.graph if a.graph > 0 else -1 for a in args])
-        for field in ("stream", "device", "channel", "cbid"):
+        rows["device"] = _integers([a.device if a.device >= 0 else a.in_device for a in args]).clip(-1, (1 << 31) - 1)
+        for field in ("stream", "channel", "cbid"):
             rows[field] = np.clip(_integers([getattr(a, field) for a in args]), -1, (1 << 31) - 1)
         rows["count"] = np.clip(_integers([a.copies for a in args]), -1, (1 << 31) - 1)
         rows["category"] = code

@@ -273,3 +273,16 @@ def test_a_stream_has_the_channel_that_all_its_operations_name(tmp_path):
     r = open_recording([write(tmp_path / "t.json", events)])
     channels = dict(zip(r.streams["handle"].tolist(), r.streams["channel"].tolist(), strict=True))
     assert channels == {7: 3, 9: -1, 11: -1, 13: 0}
+
+
+def test_a_copy_between_gpus_is_of_the_one_it_runs_in(either, tmp_path):
+    """As the profiler writes it: without a device, with those that it is from, to and in."""
+    copy = "Memcpy PtoP (Device -> Device)"
+    events = [
+        event(copy, "gpu_memcpy", ts=20.0, stream=47, bytes=1 << 20, fromDevice=1, inDevice=1, toDevice=0),
+        event(copy, "gpu_memcpy", ts=30.0, stream=47, bytes=1 << 20, fromDevice=0, inDevice=0, toDevice=1),
+        event(copy, "gpu_memcpy", ts=40.0, stream=7, device=1, bytes=1 << 20),
+    ]
+    r = open_recording([write(tmp_path / "t.json", [event(ts=1.0, correlation=1), *events])])
+    assert r.executions["device"].tolist() == [1, 0, 1]
+    assert set(r.executions["direction"]) == {Direction.D2D}

@@ -381,6 +381,7 @@ static int read_args(cursor *c, kvt_row *row, args_extra *extra) {
             break;
         case 8:
             if (IS(key, "graph id")) wide = &extra->graph;
+            if (IS(key, "inDevice")) narrow_one = &row->device; /* of a copy between GPUs, which has no "device" */
             break;
         case 9:
             if (IS(key, "copyCount")) narrow_one = &row->count;
