@@ -287,7 +287,8 @@ class InBurst:
     """From the host alone: the number in its burst of the one call that waits for long.
 
     Attributes:
-        bursts: with a call that waits for long; `fits` those whose first is at the number that a queue takes.
+        bursts: with a call that waits for long, not far shorter than those that fit; `fits` those whose first is at the
+            number that a queue takes.
         fits: see there.
         proven: something else shows that they met a full queue: an empty stream before the burst, slow calls behind the
             long one and hardly any before it, or another thread that waited for the lock the call held.

@@ -67,6 +67,7 @@ _LONG_NS = 1_000_000  # a wait for more than a copy: for what the copies stand b
 # layers_handed_to_a_peer_that_is_late (tests/corpus) on an H100.
 _MOVED_ON_NS = 50_000
 _STANDS = Engine.WAIT, Engine.FUNCTION
+_FAR_SHORTER = 10  # times: a call that waited so much shorter than those at the depth waited for something else
 _INFERRED = "inferred: {}; no device activity was recorded"
 _NEVER = np.iinfo(np.int64).max
 
@@ -449,7 +450,7 @@ def _behind_fences(
     in its burst is the depth. A stall of another kind hits that number by chance once in a hundred, as calls in a burst
     are thousands. What proves it beside its number: a wait of the host showed the stream empty before the burst, or
     calls wait again and again behind the long one and hardly ever before it, or another thread waited for the lock that
-    the call held.
+    the call held. A stall elsewhere that is far shorter does not speak against it.
 
     Args:
         start: entry of each call of the queue, ns, ascending; `end` and the others likewise, (calls,).
@@ -479,7 +480,10 @@ def _behind_fences(
         held |= slow & (begin == begin[one]) & (count > one)
     at = place[fits]
     numbers = (int(at.min()), int(at.max())) if len(fits) else (0, 0)
-    evidence = InBurst(len(first), len(fits), proven, int(held.sum()), 0, *numbers, "")
+    took = end - start
+    others = first[~np.isin(first, fits)]
+    bursts = len(fits) + int((_FAR_SHORTER * took[others] >= took[fits].max(initial=0)).sum())
+    evidence = InBurst(bursts, len(fits), proven, int(held.sum()), 0, *numbers, "")
     return held, np.minimum(place, numbers[1]).astype(np.int32), evidence
 
 

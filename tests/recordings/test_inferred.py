@@ -240,11 +240,11 @@ def test_an_engine_whose_queue_has_room_is_healthy():
 
 
 def fenced(at, bursts=4, per=3000, waits=True, ns=90_000_000):
-    """Bursts of copies of which one call each, its place given by `at(burst)`, waits for long."""
+    """Bursts of copies of which one call each, its place given by `at(burst)`, waits for `ns`, or each its own."""
     place = np.tile(np.arange(per), bursts)
     duration = np.full(bursts * per, 1500, dtype=np.int64)
     for burst in range(bursts):
-        duration[burst * per + at(burst)] = ns
+        duration[burst * per + at(burst)] = np.broadcast_to(ns, bursts)[burst]
     start = np.r_[0, np.cumsum(duration + np.where(place == per - 1, 30_000_000, 200))[:-1]]
     zero = np.zeros(len(start), int)
     tables = {
@@ -285,6 +285,14 @@ def test_one_wait_a_burst_behind_a_fence_is_a_full_queue(depth, waits):
 
 def test_one_wait_is_enough_where_the_stream_was_known_to_be_empty():
     assert occupancy(fenced(lambda burst: DEPTH, bursts=1)).verdict == "full"
+
+
+def test_a_stall_elsewhere_that_is_far_shorter_does_not_speak_against_it():
+    """A rank that stores for the first time: one call takes 1.4 ms early, and one 93 ms where the queue is full."""
+    places = [14, DEPTH]
+    occ = occupancy(fenced(lambda burst: places[burst], bursts=2, ns=[1_400_000, 93_000_000]))
+    assert occ.verdict == "full" and occ.blocked_ns.sum() == pytest.approx(93_000_000, rel=0.01)
+    assert occupancy(fenced(lambda burst: places[burst], bursts=2, ns=[20_000_000, 93_000_000])).verdict != "full"
 
 
 def one_wait(place, *, first_ns=1_100_000, meanwhile=None, other=CallKind.ALLOC):
