@@ -35,6 +35,7 @@ from kvprobe.probe.ring import (
     stream_handles,
     stream_number,
 )
+from kvprobe.probe.ring_layout import DEVICE_SHIFT, FIRST_ADDRESS
 from kvprobe.runfolder.files import temporary_folder
 from kvprobe.runfolder.identity import alive
 
@@ -419,7 +420,10 @@ def _number(view: ProcessView, snapshot: RingSnapshot, found: list[RingSnapshot]
     watched = [one for one in found if one.producer == "interposer" and one.pid == snapshot.pid]
     mine = [snapshot] if snapshot in watched else [*watched, snapshot]
     handles = stream_handles(mine)
-    number_of = {handle: stream_number(handles, place) for place, handle in enumerate(handles)}
+    number_of = {
+        handle: handle % (1 << DEVICE_SHIFT) if handle < FIRST_ADDRESS else stream_number(handles, place)
+        for place, handle in enumerate(handles)
+    }
     for stream in view.streams:
         stream.number = number_of.get(stream.stream, -1)
     if view.longest is not None:

@@ -32,6 +32,7 @@ SANE = 2**62  # no time and no count is as large; a damaged file's may be
 NO_STREAM = np.array([19, 20, 21, 22, 23, 24, 25, 26, 34, 35, 36, 37, 38, 39, 42, 43, 44, 45])
 OF_EVENTS = np.array([18, 33])  # waits for an event: the stream on which it was recorded, 0 where that is not known
 FIRST_ADDRESS = 1 << 20  # a stream's handle from here on is an address; below, the number that CUDA or a recorder gave
+DEVICE_SHIFT = 8  # a default stream's handle in a ring is 0, 1 or 2, and from this bit on its device's number
 
 # number in the file -> (kind as in recordings.model.CallKind, name); kvp.h's KVP_CALLS, a test compares them
 CALLS: dict[int, tuple[str, str]] = {

@@ -33,7 +33,7 @@ from kvprobe.probe.ring import (
     read_ring_fd,
     stream_handles,
 )
-from kvprobe.probe.ring_layout import FILE_CALLS
+from kvprobe.probe.ring_layout import DEVICE_SHIFT, FILE_CALLS, FIRST_ADDRESS
 from kvprobe.recordings.adapter_events import ns_of
 from kvprobe.recordings.assemble import sorted_table, stream_rows
 from kvprobe.recordings.graph_pieces import divide_graphs
@@ -478,9 +478,32 @@ def _streams(
     handles = [handles_of(calls.records), handles_of(totals.slots), of_spans, handles_of(looks.records)]
     rows, columns = stream_rows(process, np.zeros(len(process), np.int32), np.concatenate(handles))
     rows, columns = _in_order_of_use(rows, columns, processes)
+    spans = np.flatnonzero(of_spans >= 0) + len(calls.process) + len(totals.process)
+    columns = _with_devices(columns, rows[spans], marked.records["transfer"][of_spans >= 0])
     edges = np.cumsum([len(part) for part in handles])[:-1]
     calls.stream, totals.stream, marked.stream, looks.stream = np.split(rows, edges)
     return columns
+
+
+def _with_devices(columns: dict[str, Array], of_spans: Array, device: Array) -> dict[str, Array]:
+    """Streams with their devices: a default stream's handle says its own, others' are known where spans were seen.
+
+    Args:
+        columns: of the table of streams.
+        of_spans: of each span, the row of its stream.
+        device: of each span.
+    """
+    handle = columns["handle"]
+    default = handle < FIRST_ADDRESS
+    devices = np.full(len(handle), -1, dtype=np.int32)
+    devices[of_spans] = device
+    devices[default] = handle[default] >> DEVICE_SHIFT
+    for process in np.unique(columns["process"]):
+        mine = columns["process"] == process
+        known = np.unique(devices[mine & (devices >= 0)])
+        if len(known) < 2:  # the others are of that one, too
+            devices[mine] = known[0] if len(known) else 0
+    return {**columns, "device": devices, "handle": np.where(default, handle % (1 << DEVICE_SHIFT), handle)}
 
 
 def _engine_submitters(processes: list[Process], streams: dict[str, Array]) -> Submitters:

@@ -123,6 +123,31 @@ for step in range(3):
     assert 100_000 <= took.max() < 110_000
 
 
+def test_each_gpu_has_a_default_stream_of_its_own_and_is_seen_beside_the_other(libraries: Path, tmp_path: Path) -> None:
+    """A thread waits for one GPU while the default stream of the other, by the same handle, still has work."""
+    body = """
+for step in range(6):
+    for gpu in (0, 1):
+        d.check(d.lib.cudaSetDevice(gpu))
+        d.copy(d.device, d.host, 4 << 20, 1, 0)
+        d.launch((gpu + 1) * 1_000_000, 1)
+    for gpu in (0, 1):
+        d.check(d.lib.cudaSetDevice(gpu))
+        d.synchronize()
+"""
+    recording = recorded(libraries, tmp_path, body, KVHOST_DEVICES="2")
+    spans, coverage = recording.spans, recording.coverage
+    took = spans["end_ns"] - spans["start_ns"]
+    for gpu in (0, 1):
+        kernels = took[(spans["device"] == gpu) & (spans["engine"] == Engine.KERNEL)][-6:]
+        assert kernels == pytest.approx((gpu + 1) * 1_000_000, abs=NEAR_NS)
+        assert [recording.text(one) for one in coverage["reason"][coverage["device"] == gpu]] == [""]
+    streams = recording.streams
+    assert (streams["device"][spans["stream"]] == spans["device"]).all()
+    moved = (recording.calls["bytes"] == 4 << 20) & (recording.calls["kind"] == CallKind.COPY)
+    assert streams["device"][recording.calls["stream"][moved]].tolist() == [0, 1] * 6
+
+
 def test_copies_behind_a_host_function_begin_when_that_is_over(libraries: Path, tmp_path: Path) -> None:
     """What stands still while a function of the host runs is no copy."""
     body = """

@@ -60,7 +60,7 @@ cudaError_t kvh_capture_forbids(runtime *rt, uint16_t api) {
 /* Of the legacy default stream: whether a stream that it waits for is being captured. */
 static bool is_implied(runtime *rt, const stream *s, bool spoil) {
     bool implied = false;
-    for (stream *other = rt->streams; s == rt->zero && other; other = other->next)
+    for (stream *other = rt->streams; s->is_default && other; other = other->next)
         if (other->capture && other->blocking) {
             implied = true;
             if (spoil) other->capture = INVALIDATED;
@@ -100,7 +100,7 @@ static cudaError_t begin_capture(call *c, cudaStream_t handle, int mode) {
     stream *s = kvh_stream(c->rt, handle);
     if (!s) return cudaErrorInvalidResourceHandle;
     if (mode < MODE_GLOBAL || mode > MODE_RELAXED) return cudaErrorInvalidValue;
-    if (s == c->rt->zero) return cudaErrorStreamCaptureUnsupported;
+    if (s->is_default) return cudaErrorStreamCaptureUnsupported;
     kvh_lock(c->rt);
     cudaError_t error = s->capture ? cudaErrorIllegalState : cudaSuccess;
     if (!error) {

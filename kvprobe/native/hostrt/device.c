@@ -1,24 +1,29 @@
-/* The device: there is one, and it says what it is; the names of errors. */
+/* The device, and what it says it is: where there are several ($KVHOST_DEVICES), all are this one, each with a context
+ * and a default stream of its own. The names of errors. */
 #include "rt.h"
 
 #include <stdlib.h>
 
+__thread int kvh_device;
+
 KVP_EXPORT cudaError_t cudaGetDeviceCount(int *count) {
     KVH_ENTER(cudaGetDeviceCount, 0);
     if (!count) KVH_LEAVE(cudaErrorInvalidValue);
-    *count = 1;
+    *count = c->rt->devices;
     KVH_LEAVE(cudaSuccess);
 }
 
 KVP_EXPORT cudaError_t cudaSetDevice(int device) {
     KVH_ENTER(cudaSetDevice, 0);
-    KVH_LEAVE(device ? cudaErrorInvalidDevice : cudaSuccess);
+    if (device < 0 || device >= c->rt->devices) KVH_LEAVE(cudaErrorInvalidDevice);
+    kvh_device = device;
+    KVH_LEAVE(cudaSuccess);
 }
 
 KVP_EXPORT cudaError_t cudaGetDevice(int *device) {
     KVH_ENTER(cudaGetDevice, 0);
     if (!device) KVH_LEAVE(cudaErrorInvalidValue);
-    *device = 0;
+    *device = kvh_device;
     KVH_LEAVE(cudaSuccess);
 }
 
@@ -39,7 +44,7 @@ static bool is_given(int attribute, int *value) {
 
 static cudaError_t get_attribute(int *value, int attribute, int device) {
     if (!value || attribute < 1 || attribute > 1000) return cudaErrorInvalidValue;
-    if (device) return cudaErrorInvalidDevice;
+    if (device < 0 || device >= kvh_runtime()->devices) return cudaErrorInvalidDevice;
     if (is_given(attribute, value)) return cudaSuccess;
     switch (attribute) {
     case 15: /* can overlap copies and kernels */

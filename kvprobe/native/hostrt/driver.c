@@ -165,7 +165,7 @@ KVP_EXPORT int cuEventElapsedTime(float *ms, cudaEvent_t from, cudaEvent_t to) {
 KVP_EXPORT int cuStreamDestroy_v2(cudaStream_t stream) { return kvh_stream_destroy(API_cuStreamDestroy_v2, stream); }
 
 KVP_EXPORT int cuDeviceGetCount(int *count) {
-    *count = 1;
+    *count = kvh_runtime()->devices;
     return cudaSuccess;
 }
 
@@ -174,33 +174,37 @@ KVP_EXPORT int cuMemHostRegister_v2(void *p, size_t bytes, unsigned flags) {
     KVH_LEAVE(kvh_host_register(c, p, bytes, flags));
 }
 
-/* There is one context, current in every thread. */
-static const char the_context;
+/* A device has one context; the first one's is current in every thread, until it makes another one current. */
+static char contexts[MAX_DEVICES];
 
-KVP_EXPORT int cuCtxGetCurrent(const void **context) {
-    *context = &the_context;
+KVP_EXPORT int cuCtxGetCurrent(void **context) {
+    *context = &contexts[kvh_device];
     return cudaSuccess;
 }
 
 KVP_EXPORT int cuCtxSetCurrent(void *context) {
-    (void)context;
+    char *which = context ? context : contexts;
+    if (which < contexts || which >= contexts + kvh_runtime()->devices) return cudaErrorInvalidValue;
+    kvh_device = (int)(which - contexts);
     return cudaSuccess;
 }
 
 KVP_EXPORT int cuCtxGetId(void *context, uint64_t *id) {
-    (void)context;
-    *id = kvh_runtime()->context_id;
+    int device = context ? (int)((char *)context - contexts) : kvh_device;
+    *id = kvh_runtime()->context_id * MAX_DEVICES + (unsigned)device;
     return cudaSuccess;
 }
 
 KVP_EXPORT int cuCtxGetDevice(int *device) {
-    *device = 0;
+    *device = kvh_device;
     return cudaSuccess;
 }
 
-KVP_EXPORT int cuStreamGetCtx(cudaStream_t stream, const void **context) {
-    *context = &the_context;
-    return kvh_stream(kvh_runtime(), stream) ? cudaSuccess : cudaErrorInvalidResourceHandle;
+KVP_EXPORT int cuStreamGetCtx(cudaStream_t stream, void **context) {
+    struct stream *s = kvh_stream(kvh_runtime(), stream);
+    if (!s) return cudaErrorInvalidResourceHandle;
+    *context = &contexts[s->device];
+    return cudaSuccess;
 }
 
 /* The function handle is the kernel's address, as for cudaLaunchKernel, or one of cuModuleGetFunction. */

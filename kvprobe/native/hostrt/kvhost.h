@@ -44,11 +44,12 @@
  * - A call from another thread of the process waits until the running one has returned.
  *
  * ENVIRONMENT, read when the runtime starts (first call, or kvhostReset): KVHOST_DEPTH, KVHOST_CHANNELS,
- * KVHOST_H2D_GBPS, KVHOST_D2H_GBPS, KVHOST_PAGEABLE_GBPS, KVHOST_LATENCY_US, KVHOST_MEMORY_BYTES, KVHOST_PINNED_BYTES,
- * KVHOST_RUNTIME_VERSION, KVHOST_SUBMIT_NS, KVHOST_CLOCK (virtual or real), KVHOST_SEED; CUDA_DEVICE_MAX_CONNECTIONS
- * (all classes) and CUDA_DEVICE_MAX_COPY_CONNECTIONS (copies), 1 to 32; CUDA_SCALE_LAUNCH_QUEUES 0.25x, 0.5x, 2x, 4x.
- * Values out of range are ignored, as the driver ignores them. KVHOST_ATTRIBUTES,
- * "NUMBER=VALUE,..." of enum cudaDeviceAttr, is read at each question: another machine's device, such as Grace's.
+ * KVHOST_DEVICES, KVHOST_H2D_GBPS, KVHOST_D2H_GBPS, KVHOST_PAGEABLE_GBPS, KVHOST_LATENCY_US, KVHOST_MEMORY_BYTES,
+ * KVHOST_PINNED_BYTES, KVHOST_RUNTIME_VERSION, KVHOST_SUBMIT_NS, KVHOST_CLOCK (virtual or real), KVHOST_SEED;
+ * CUDA_DEVICE_MAX_CONNECTIONS (all classes) and CUDA_DEVICE_MAX_COPY_CONNECTIONS (copies), 1 to 32;
+ * CUDA_SCALE_LAUNCH_QUEUES 0.25x, 0.5x, 2x, 4x. Values out of range are ignored, as the driver ignores them.
+ * KVHOST_ATTRIBUTES, "NUMBER=VALUE,..." of enum cudaDeviceAttr, is read at each question: another machine's device,
+ * such as Grace's.
  *
  * CAPTURE. What a capturing stream takes is not executed and no graph is kept; cudaStreamEndCapture says whether the
  * capture is whole. As in CUDA a call of any thread that may be unsafe (allocating, registering, querying and waiting

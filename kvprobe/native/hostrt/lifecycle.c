@@ -126,8 +126,14 @@ static runtime *create(const kvhost_config *config) {
     spare_ops = NULL;
     spare_markers = NULL;
     rt->memory = kvh_memory_new(&rt->config);
-    rt->zero = kvh_stream_new(rt, 0);
-    if (!rt->memory || !rt->zero) abort();
+    rt->devices = (int)env_number("KVHOST_DEVICES", 1, MAX_DEVICES, 1);
+    int was = kvh_device;
+    for (kvh_device = 0; kvh_device < rt->devices; kvh_device++) {
+        stream *zero = rt->zero[kvh_device] = kvh_stream_new(rt, 0);
+        if (!rt->memory || !zero) abort();
+        zero->is_default = true;
+    }
+    kvh_device = was;
     if (!rt->free_ops && !(kvh_more_ops(rt) && kvh_more_ops(rt))) abort();
     rt->time = rt->config.virtual_clock == 1 ? &kvh_simulated : &kvh_realtime;
     rt->time->start(rt);

@@ -22,6 +22,7 @@
 #include <stdbool.h>
 
 #define MAX_CHANNELS 32
+#define MAX_DEVICES 4
 #define CLASSES 3
 
 enum {
@@ -255,8 +256,10 @@ struct stream {
     parkers waiters;
     int priority;
     uint8_t last_class;
-    bool destroyed;                /* pending work keeps it */
-    bool blocking;                 /* the legacy default stream waits for it */
+    bool destroyed;  /* pending work keeps it */
+    bool blocking;   /* the legacy default stream waits for it */
+    bool is_default; /* of its device */
+    uint8_t device;
     uint8_t capture, capture_mode; /* enum cudaStreamCaptureStatus, enum cudaStreamCaptureMode */
     uint32_t capture_tid;          /* who began it */
 };
@@ -265,7 +268,8 @@ struct event {
     _Atomic uint32_t alive;
     unsigned flags;
     _Atomic(runtime *) rt;
-    marker *marker;        /* newest record */
+    marker *marker; /* newest record */
+    uint8_t device;
     _Atomic bool captured; /* that one was on a stream that was being captured */
     event *next, *prev;
 };
@@ -337,7 +341,8 @@ struct runtime {
     _Atomic uint32_t waiting[CLASSES];
     channel *dirty;
 
-    stream *zero;
+    int devices; /* contexts, each with a default stream; they share memory, channels and engines */
+    stream *zero[MAX_DEVICES];
     stream *streams; /* list, zero included */
     event *events;
     uint32_t next_stream;
@@ -391,6 +396,7 @@ typedef struct {
 /* lifecycle.c: the runtime, started at first use; errors of the thread. */
 runtime *kvh_start(void);
 extern _Atomic(runtime *) kvh_current;
+extern __thread int kvh_device; /* this thread's current one */
 static inline runtime *kvh_runtime(void) {
     runtime *rt = atomic_load_explicit(&kvh_current, memory_order_acquire);
     return __builtin_expect(rt != NULL, 1) ? rt : kvh_start();

@@ -63,7 +63,8 @@ stream *kvh_stream_new(runtime *rt, int priority) {
     s->priority = priority;
     s->last_class = KVHOST_COMPUTE;
     s->destroyed = false;
-    s->blocking = false;
+    s->blocking = s->is_default = false;
+    s->device = (uint8_t)kvh_device;
     s->capture = 0;
     s->number = rt->next_stream++;
     s->prev = NULL;
@@ -123,7 +124,7 @@ void kvh_handles_in_child(void) {
 }
 
 stream *kvh_stream(runtime *rt, cudaStream_t handle) {
-    if ((uintptr_t)handle <= 2) return rt->zero; /* NULL, cudaStreamLegacy, cudaStreamPerThread */
+    if ((uintptr_t)handle <= 2) return rt->zero[kvh_device]; /* NULL, cudaStreamLegacy, cudaStreamPerThread */
     if (!is_element(&stream_range, handle)) return NULL;
     stream *s = (stream *)handle;
     if (atomic_load_explicit(&s->alive, memory_order_acquire) != STREAM_ALIVE || atomic_load(&s->rt) != rt) return NULL;
@@ -197,7 +198,7 @@ cudaError_t kvh_stream_destroy(enum kvh_api api, cudaStream_t handle) {
     cudaError_t first = kvh_begin(c, api, (uint64_t)(uintptr_t)handle);
     if (first && first != atomic_load(&c->rt->sticky)) KVH_LEAVE(first);
     stream *s = kvh_stream(c->rt, handle);
-    if (!s || s == c->rt->zero) KVH_LEAVE(first ? first : cudaErrorInvalidResourceHandle);
+    if (!s || s->is_default) KVH_LEAVE(first ? first : cudaErrorInvalidResourceHandle);
     cudaError_t error = kvh_lock_stream(c, s);
     if (error) KVH_LEAVE(first ? first : error);
     kvh_lock(c->rt);
@@ -284,6 +285,7 @@ cudaError_t kvh_event_create(call *c, cudaEvent_t *out, unsigned flags) {
     if (e) {
         kvh_lock(rt);
         e->flags = flags;
+        e->device = (uint8_t)kvh_device;
         e->captured = false;
         e->marker = NULL;
         e->prev = NULL;
@@ -330,7 +332,7 @@ cudaError_t kvh_event_record(call *c, cudaEvent_t handle, cudaStream_t stream_ha
     event *e = find_event(rt, handle);
     stream *s = kvh_stream(rt, stream_handle);
     cudaError_t error;
-    if (!e || !s) return cudaErrorInvalidResourceHandle;
+    if (!e || !s || e->device != s->device) return cudaErrorInvalidResourceHandle;
     bool captured = kvh_captured(rt, s, &error);
     e->captured = captured;
     if (captured) return error;

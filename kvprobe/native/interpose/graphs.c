@@ -44,7 +44,7 @@ void kvp_graph_holds_more(void) {
 static int is_captured(uint64_t stream) {
     int state = 0;
     return kvp_mark_driver.cuStreamIsCapturing &&
-           !kvp_mark_driver.cuStreamIsCapturing((void *)(uintptr_t)stream, &state) && state;
+           !kvp_mark_driver.cuStreamIsCapturing(kvp_stream_handle(stream), &state) && state;
 }
 
 void kvp_graph_holds(const kvp_record *r) {

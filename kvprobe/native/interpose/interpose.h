@@ -90,9 +90,21 @@ struct watch {
     atomic_uint generation;            /* of what is known of memory: freeing or registering some makes it another */
     atomic_uint contents_mask;         /* contents.c: which places of the host are looked at */
     _Atomic uint64_t contents_from_ns; /* from when on; the largest number: never */
+    atomic_int one_device;             /* 1: there is no second one */
 } __attribute__((aligned(64)));
 extern struct watch kvp_watch;
 enum { KVP_PLAIN_MODE = 1 | DETAIL_COPIES << 8 }; /* as little-endian machines load it: all that this is built for */
+
+/* A stream in a record: its handle; a default stream's is 0, 1 or 2, and above these bits the number of its device. */
+#define KVP_DEVICE_SHIFT 8
+#define KVP_FIRST_ADDRESS (1u << 20)         /* handles from here on are addresses */
+uint64_t kvp_default_stream(uint64_t which); /* devices.c */
+static inline uint64_t kvp_stream_number(uint64_t handle) {
+    return likely(handle > 2) || likely(kvp_watch.one_device) ? handle : kvp_default_stream(handle);
+}
+static inline void *kvp_stream_handle(uint64_t number) {
+    return (void *)(uintptr_t)(number < KVP_FIRST_ADDRESS ? number & ((1u << KVP_DEVICE_SHIFT) - 1) : number);
+}
 
 /* wrap.c */
 int kvp_batch_has_fail_index(void *real); /* of cudaMemcpyBatchAsync: CUDA 12.8's signature */

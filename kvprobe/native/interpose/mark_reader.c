@@ -107,7 +107,7 @@ static void write_span(const struct mark_stream *s, const struct mark_span *span
     kvp_record r = {.call = KVP_CALL_span,
                     .start_ns = span->start_ns,
                     .dur_ns = span->end_ns - span->start_ns,
-                    .stream = (uint64_t)(uintptr_t)s->handle,
+                    .stream = s->number,
                     .src = kind == MARK_GRAPH ? span->graph : span->at,
                     .dst = span->busy_ns,
                     .bytes = counts ? 0 : span->bytes,
@@ -607,8 +607,8 @@ void kvp_marks_capture_ends(void) {
 void kvp_mark_beside(const kvp_record *r) {
     int capturing = 0;
     if (beside || !kvp_mark_submits(r)) return;
-    if (r->stream != 1 && kvp_mark_driver.cuStreamIsCapturing &&
-        !kvp_mark_driver.cuStreamIsCapturing((void *)(uintptr_t)r->stream, &capturing) && capturing)
+    if (kvp_stream_handle(r->stream) != (void *)1 && kvp_mark_driver.cuStreamIsCapturing &&
+        !kvp_mark_driver.cuStreamIsCapturing(kvp_stream_handle(r->stream), &capturing) && capturing)
         return;
     atomic_store(&beside, 1);
 }

@@ -52,7 +52,6 @@ _Atomic int kvp_mark_pool_lock;
 _Atomic uint64_t kvp_mark_empty;
 
 static _Atomic int opened; /* 0: the driver was not looked for; 1: it is there; -1: marks cannot be had */
-static int devices;
 static _Atomic(struct mark_stream *) legacy; /* the legacy default stream that was submitted to last */
 static _Atomic int per_threads;              /* 1: there was a stream of a thread's own */
 /* where this thread's call submits loosely */
@@ -164,7 +163,16 @@ static int is_captured(const struct mark_stream *s) {
     return kvp_watch.captures || kvp_mark_driver.cuStreamIsCapturing(s->handle, &capturing) || capturing;
 }
 
-int kvp_mark_idle(const struct mark_stream *s) {
+/* A default stream is asked, and given something, by a word that means the current context's: until it is left, that of
+ * `s` is current. 1: another one was. */
+static int enter_context(const struct mark_stream *s, void **was) {
+    void *own = get(kvp_mark_contexts[s->context].handle);
+    if (likely(kvp_watch.one_device) || !(s->legacy || s->per_thread)) return 0;
+    if (kvp_mark_driver.cuCtxGetCurrent(was) || *was == own) return 0;
+    return !kvp_mark_driver.cuCtxSetCurrent(own);
+}
+
+static int is_idle(const struct mark_stream *s) {
     if (is_captured(s)) return 0;
     int mode = 2; /* relaxed: a capture that nobody saw begin goes on */
     if (unlikely(kvp_watch.attached)) kvp_mark_driver.cuThreadExchangeStreamCaptureMode(&mode);
@@ -173,14 +181,21 @@ int kvp_mark_idle(const struct mark_stream *s) {
     return !state;
 }
 
-int kvp_mark_place(struct mark_stream *s, int flags) {
+int kvp_mark_idle(const struct mark_stream *s) {
+    void *was = NULL;
+    int entered = enter_context(s, &was), idle = is_idle(s);
+    if (entered) kvp_mark_driver.cuCtxSetCurrent(was);
+    return idle;
+}
+
+static int place(struct mark_stream *s, int flags) {
     struct mark_context *c = &kvp_mark_contexts[s->context];
     if (unlikely(!atomic_load(&c->ready) || is_captured(s))) return 0;
     uint32_t ended = atomic_load(&s->ended); /* before the record: they stand in front of it */
     int loose = kvp_mark_is_loose(s);
     uint64_t busy_ns = get(s->busy_ns), last_ns = get(s->last_ns);
     if (busy_ns < last_ns) busy_ns = last_ns;
-    if (flags & MARK_UNSEEN && kvp_clock() - busy_ns >= MARK_STALE_NS && kvp_mark_idle(s)) flags |= MARK_IDLE;
+    if (flags & MARK_UNSEEN && kvp_clock() - busy_ns >= MARK_STALE_NS && is_idle(s)) flags |= MARK_IDLE;
     struct mark *m = take(c);
     if (unlikely(!m)) {
         atomic_fetch_add(&kvp_mark_empty, 1);
@@ -225,6 +240,13 @@ int kvp_mark_place(struct mark_stream *s, int flags) {
     return 1;
 }
 
+int kvp_mark_place(struct mark_stream *s, int flags) {
+    void *was = NULL;
+    int entered = enter_context(s, &was), placed = place(s, flags);
+    if (entered) kvp_mark_driver.cuCtxSetCurrent(was);
+    return placed;
+}
+
 static int take_stream(struct mark_stream *s) {
     for (int tries = 0; tries < 2000; tries++) {
         if (kvp_mark_try(s)) return 1;
@@ -261,6 +283,7 @@ static int open_driver(void) {
         (int (*)(void))(uintptr_t)kvp_symbol_beside((void *)kvp_mark_driver.cuEventRecord, "kvhostIsVirtual");
     if (now && !kvp_marks_asked) state = -1;
     if (state > 0 && now && is_virtual && is_virtual()) kvp_marks_simulated(now);
+    int devices = 0;
     if (state > 0 && (kvp_mark_driver.cuDeviceGetCount(&devices) || !devices)) state = -1;
     if (state < 0) kvp_watch.marks = 0;
     atomic_store(&opened, state);
@@ -298,25 +321,22 @@ static int context_of(void *handle) {
     return get(kvp_mark_contexts[n].handle) == handle ? n : -1;
 }
 
-/* Default streams are one of a context, or of a thread. */
+/* Default streams are one of a device, or of a thread and a device. */
 static uint64_t key_of(uint64_t handle) {
-    if (likely(handle > 2)) return handle;
-    uint64_t key = handle == 2 ? 2 | (uint64_t)(uint32_t)syscall(SYS_gettid) << 32 : 1;
-    void *context = NULL;
-    if (devices > 1 && !kvp_mark_driver.cuCtxGetCurrent(&context)) key |= ((uintptr_t)context >> 4 & 0xffffff) << 8;
-    return key;
+    if (likely(handle >= KVP_FIRST_ADDRESS)) return handle;
+    if (kvp_stream_handle(handle) == (void *)2) return handle | (uint64_t)(uint32_t)syscall(SYS_gettid) << 32;
+    return handle | 1;
 }
 
 static __attribute__((noinline)) struct mark_stream *add_stream(uint64_t key, uint64_t handle) {
     void *context = NULL;
     if (!open_driver()) return NULL;
-    if ((handle > 2 ? kvp_mark_driver.cuStreamGetCtx((void *)(uintptr_t)handle, &context)
-                    : kvp_mark_driver.cuCtxGetCurrent(&context)) ||
+    if ((handle >= KVP_FIRST_ADDRESS ? kvp_mark_driver.cuStreamGetCtx((void *)(uintptr_t)handle, &context)
+                                     : kvp_mark_driver.cuCtxGetCurrent(&context)) ||
         !context)
         return NULL;
     int at = context_of(context);
     if (at < 0) return NULL;
-    key = key_of(handle); /* the number of devices is known now */
     for (uint32_t i = 0; i < 16; i++) {
         struct mark_stream *s = &kvp_mark_streams[(kvp_mark_place_of(key) + i) % MARK_STREAMS];
         uint64_t none = 0;
@@ -337,9 +357,11 @@ static __attribute__((noinline)) struct mark_stream *add_stream(uint64_t key, ui
             put(s->ordered, 0);
             put(s->next_sample, 8);
             s->ran = s->sampled = s->turns = s->lone = 0;
-            s->handle = (void *)(uintptr_t)(handle == 1 ? 0 : handle);
+            s->handle = kvp_stream_handle(handle);
+            if (s->handle == (void *)1) s->handle = NULL, handle--;
+            s->number = handle;
             put(s->settled, atomic_load(&s->ended));
-            s->per_thread = handle == 2, s->legacy = handle < 2;
+            s->per_thread = s->handle == (void *)2, s->legacy = !s->handle;
             if (s->per_thread) atomic_store(&per_threads, 1);
             s->context = (uint8_t)at;
             put(s->flags, kvp_mark_follows(&kvp_mark_contexts[at]) ? 0 : MARK_UNKNOWN);
@@ -737,7 +759,7 @@ void kvp_mark_forget(struct mark_stream *s) {
 }
 
 void kvp_marks_stream_ends(uint64_t handle) {
-    struct mark_stream *s = handle > 2 ? find(handle) : NULL;
+    struct mark_stream *s = handle >= KVP_FIRST_ADDRESS ? find(handle) : NULL;
     if (!s) return;
     end_run(s, 0);
     kvp_mark_step(0);

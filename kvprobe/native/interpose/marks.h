@@ -130,6 +130,7 @@ struct mark_stream {
     };
     uint8_t sampled, per_thread, legacy, context, ordered, ran; /* ran: the newest kind */
     void *handle __attribute__((aligned(64)));
+    uint64_t number;          /* as records have it */
     uint64_t submitted, done; /* submissions and marks up to the newest mark, and of these what is over */
     uint64_t busy_ns;         /* when the helper saw it busy last */
     struct mark *head, *tail; /* outstanding */
@@ -227,7 +228,7 @@ static inline int kvp_mark_goes_on(struct mark_stream *s, uint8_t kind, uint64_t
  * other. 0: not of this one, or the copy does not say which way it goes. */
 static inline int kvp_mark_copy(uint64_t stream, uint8_t direction, uint64_t bytes, uint64_t now) {
     _Static_assert(MARK_H2D == KVP_H2D + 1 && MARK_D2H == KVP_D2H + 1 && MARK_COPY == KVP_D2D + 1, "kinds of copies");
-    if (unlikely(direction - 1u >= KVP_D2D || stream <= 2)) return 0;
+    if (unlikely(direction - 1u >= KVP_D2D || stream < KVP_FIRST_ADDRESS)) return 0;
     struct mark_stream *s = kvp_thread.marked; /* mostly this thread's newest submission went there, too */
     if (unlikely(!s || atomic_load_explicit(&s->key, memory_order_acquire) != stream)) {
         s = &kvp_mark_streams[kvp_mark_place_of(stream)];

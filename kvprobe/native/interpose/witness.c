@@ -140,7 +140,7 @@ static int context_now(void) {
 /* Records the event behind what has just been submitted, and leaves the jobs to the helper. */
 static void publish(struct job *first, uint64_t stream) {
     if (!first) return;
-    if (driver.cuEventRecord(first->recorded, (void *)(uintptr_t)stream)) {
+    if (driver.cuEventRecord(first->recorded, kvp_stream_handle(stream))) {
         COUNT(elsewhere, 1); /* the stream is another context's */
         give_all(first);
         return;
@@ -315,7 +315,7 @@ static void stored(const kvp_record *r, const struct kvp_pieces *of) {
 
 static int is_captured(uint64_t stream) {
     int capturing = 0;
-    return driver.cuStreamIsCapturing((void *)(uintptr_t)stream, &capturing) || capturing;
+    return driver.cuStreamIsCapturing(kvp_stream_handle(stream), &capturing) || capturing;
 }
 
 void kvp_witness_after(const kvp_record *r, const struct kvp_pieces *batch) {

@@ -459,7 +459,8 @@ static inline uint8_t direction_of(int kind) {
 }
 
 #define WORD(value) ((uint64_t)(uintptr_t)(value))
-#define STREAM(s) (per_thread && !(s) ? 2u : WORD(s)) /* 2: cudaStreamPerThread */
+#define HANDLE(s) (per_thread && !(s) ? 2u : WORD(s)) /* 2: cudaStreamPerThread */
+#define STREAM(s) kvp_stream_number(HANDLE(s))
 #define AT(type, base, offset) (*(const type *)((const char *)(base) + (offset)))
 
 /* NAME_P and NAME_A are a call's parameters and arguments; the rest says what to record. Every parameter is passed on
@@ -522,7 +523,7 @@ static inline uint8_t direction_of(int kind) {
 
 #define cudaMemcpyAsync_P void *dst, const void *src, size_t bytes, int kind, void *stream
 #define cudaMemcpyAsync_A dst, src, bytes, kind, stream
-#define CURED(NAME, KIND, ON, TO_END) KVP_CURED(real(NAME##_A), WORD(dst), WORD(src), bytes, KIND, STREAM(ON), TO_END)
+#define CURED(NAME, KIND, ON, TO_END) KVP_CURED(real(NAME##_A), WORD(dst), WORD(src), bytes, KIND, HANDLE(ON), TO_END)
 _Static_assert(KVP_H2D == 1 && KVP_D2H == 2, "as in cudaMemcpyKind");
 COPY_BY(cudaMemcpyAsync, (unsigned)kind, CURED(cudaMemcpyAsync, kind, stream, 0),
         COPY_IS(1, dst, src, bytes, direction_of(kind), stream))
@@ -531,7 +532,7 @@ COPY_BY(cudaMemcpyAsync, (unsigned)kind, CURED(cudaMemcpyAsync, kind, stream, 0)
     void *dst, size_t dpitch, const void *src, size_t spitch, size_t width, size_t height, int kind, void *stream
 #define cudaMemcpy2DAsync_A dst, dpitch, src, spitch, width, height, kind, stream
 #define CURED_2D(NAME, ON, TO_END)                                                                                     \
-    KVP_CURED(real(NAME##_A), WORD(dst), WORD(src), in_one_piece(dpitch, spitch, width, height), kind, STREAM(ON),     \
+    KVP_CURED(real(NAME##_A), WORD(dst), WORD(src), in_one_piece(dpitch, spitch, width, height), kind, HANDLE(ON),     \
               TO_END)
 /* Bytes of rows that lie one behind the other on both sides; 0: they do not. */
 static inline size_t in_one_piece(size_t dpitch, size_t spitch, size_t width, size_t height) {
