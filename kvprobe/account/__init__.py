@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvprobe.account.account import Account, GpuAccount, ThreadAccount, account_of
+from kvprobe.account.account import Account, GpuAccount, ThreadAccount, Times, account_of
 from kvprobe.account.cpu_time import Worked, covers_of, who_worked
 from kvprobe.account.lines import COPIES, HOST, IDLE, LINE_TITLES, OPEN, OUTSIDE_CALLS, Line, Unknown
 
@@ -17,6 +17,7 @@ __all__ = [
     "GpuAccount",
     "Line",
     "ThreadAccount",
+    "Times",
     "Unknown",
     "Worked",
     "account_of",

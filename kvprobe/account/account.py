@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -29,9 +29,27 @@ from kvprobe.recordings.link_rate import LinkRate
 from kvprobe.recordings.model import Array, Direction
 from kvprobe.recordings.python_functions import mostly_seen_in, seen_in
 
-__all__ = ["Account", "GpuAccount", "ThreadAccount", "account_of"]
+__all__ = ["Account", "GpuAccount", "ThreadAccount", "Times", "account_of"]
 
 _AT_ONCE = 1 << 20  # pieces: of millions no array of their lengths is made
+
+
+class Times(NamedTuple):
+    """Intervals in any order, which may overlap; arrays of one entry an interval.
+
+    Attributes:
+        start, end: ns.
+        where: of which GPU each is, by its number in `Account.gpus`; None: of whichever.
+    """
+
+    start: Array
+    end: Array
+    where: Array | None = None
+
+    def of(self, place: int) -> tuple[Array, Array]:
+        """Where those of a GPU begin and end, as disjoint ascending intervals."""
+        mine: Array | slice = slice(None) if self.where is None else self.where == place
+        return union(self.start[mine].astype(np.int64), self.end[mine].astype(np.int64))
 
 
 @dataclass
@@ -274,23 +292,20 @@ class Account:
     def claim(
         self,
         cause: str,
-        start: Array,
-        end: Array,
+        times: Times,
         lines: Sequence[Line],
         *,
         becomes: Line | None = None,
         caller: int | None = None,
         most_ns: int | Callable[[GpuAccount], int] | None = None,
     ) -> dict[int, int]:
-        """Gives a cause what is not claimed yet of these lines in the intervals from `start` to `end`, in ns.
+        """Gives a cause what is not claimed yet of these lines in these intervals, in ns.
 
-        The intervals may come in any order, and overlap. What every device takes from one operation that was submitted
-        to the next is nobody's doing.
+        What every device takes from one operation that was submitted to the next is nobody's doing.
 
         Args:
             cause: its name.
-            start: where the intervals begin, ns.
-            end: where they end, ns.
+            times: the intervals.
             lines: of these lines only.
             becomes: the line that the claimed time moves to, where the cause proves another than was assumed.
             caller: of this thread's doing only, or NOBODY's; None: whoever's.
@@ -303,13 +318,12 @@ class Account:
             self.causes.append(cause)
         number = self.causes.index(cause)
         got: dict[int, int] = {}
-        begins, ends = union(np.asarray(start, dtype=np.int64), np.asarray(end, dtype=np.int64))
         for place, gpu in enumerate(self.gpus):
             if not gpu.seen:
                 continue
             cut = gpu.stretches
             edges, whole = cut.edges, cut.ns
-            inside = cut.cut(begins, ends)
+            inside = cut.cut(*times.of(place))
             mine = inside & (cut.cause == NOBODY) & among(cut.line, lines)
             open_ = np.flatnonzero(mine & (cut.line == Line.NOT_KNOWN))
             stood = whole[np.searchsorted(edges, cut.start[open_], "right") - 1] >= BEGINS_NS
@@ -449,7 +463,9 @@ def _threads(joined: Joined, threads: Threads, gpus: list[GpuAccount]) -> list[T
         for at in range(0, len(timeline.line), _AT_ONCE):
             np.add.at(spent, timeline.line[at : at + _AT_ONCE], np.diff(edges[at : at + _AT_ONCE + 1]))
         waits = timeline.line == Line.WAITING_FOR_DEVICE
-        gpu = next((gpu for gpu in gpus if process in gpu.processes), None)
+        device = joined.call_device[mine & (joined.caller == caller)]
+        theirs = [gpu for gpu in gpus if process in gpu.processes]
+        gpu = theirs[int(np.argmax([(device == one.device).sum() for one in theirs]))] if theirs else None
         out.append(
             ThreadAccount(
                 caller,

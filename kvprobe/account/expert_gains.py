@@ -21,6 +21,7 @@ from kvprobe.account.expert_ahead import ahead_ns, turns_of
 from kvprobe.account.lines import COPIES, HOST, Line, Unknown
 from kvprobe.recordings.experts import ExpertUploads
 from kvprobe.recordings.intervals import Cover
+from kvprobe.recordings.joined import on_gpu
 from kvprobe.recordings.links import links_of
 from kvprobe.recordings.model import Array, CallKind, Direction, Engine, Memory, Recording
 
@@ -249,7 +250,7 @@ def _span_bytes(recording: Recording, gpu: GpuAccount) -> int:
     """Of loads to this GPU that were seen between timing events."""
     spans = recording.spans
     mine = (spans["engine"] == Engine.COPY) & (spans["direction"] == Direction.H2D)
-    mine &= np.isin(spans["process"], gpu.processes) & (spans["end_ns"] > gpu.from_ns) & (spans["start_ns"] < gpu.to_ns)
+    mine &= on_gpu(spans, gpu) & (spans["end_ns"] > gpu.from_ns) & (spans["start_ns"] < gpu.to_ns)
     return int(spans["bytes"][mine].sum())
 
 
@@ -257,7 +258,7 @@ def _loads(recording: Recording, gpu: GpuAccount) -> Cover | None:
     """When copies to this GPU ran; None: not recorded."""
     for table in (recording.executions, recording.spans):
         mine = (table["engine"] == Engine.COPY) & (table["direction"] == Direction.H2D)
-        mine &= np.isin(table["process"], gpu.processes)
+        mine &= on_gpu(table, gpu)
         mine &= (table["end_ns"] > gpu.from_ns) & (table["start_ns"] < gpu.to_ns)
         if mine.any():
             return Cover(np.maximum(table["start_ns"][mine], gpu.from_ns), np.minimum(table["end_ns"][mine], gpu.to_ns))

@@ -35,7 +35,9 @@ from kvprobe.account.lines import COPIES, Line, Unknown
 from kvprobe.account.steady import COVERED, may_differ
 from kvprobe.account.stretches import NOBODY, How, Stretches
 from kvprobe.account.threads import KEPT_NS, Threads
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, distinct
+from kvprobe.recordings.joined import Joined, on_gpu
 from kvprobe.recordings.model import Array, CallKind, Engine
 
 __all__ = ["COVERED", "DRAWS", "MOST", "Samples", "fill", "put"]
@@ -267,7 +269,7 @@ def _calls(gpu: Activity, threads: Threads, seen: _Seen) -> tuple[Array, float]:
     """
     launched = _launched(gpu, threads, seen)
     joined = threads.joined
-    mine = ~joined.nested & np.isin(joined.process, gpu.processes)
+    mine = ~joined.nested & joined.calls_of_gpu(gpu)
     callers = distinct(joined.caller[mine & joined.submits]).tolist()
     kept = max((threads.kept_from(one) for one in callers), default=threads.begin)
     gaps = np.array(seen.gaps).T
@@ -297,7 +299,7 @@ def _launched(gpu: Activity, threads: Threads, seen: _Seen) -> tuple[Array, floa
     Where a piece has holes, as many were made in these as elsewhere in it.
     """
     calls, spans = threads.joined.recording.calls, threads.joined.recording.spans
-    kernels = (spans["engine"] == Engine.KERNEL) & (spans["graph"] < 0) & np.isin(spans["process"], gpu.processes)
+    kernels = (spans["engine"] == Engine.KERNEL) & (spans["graph"] < 0) & on_gpu(spans, gpu)
     order = np.flatnonzero(kernels)[np.argsort(spans["start_ns"][kernels], kind="stable")]
     begun, upto = spans["start_ns"][order], np.concatenate(([0], np.cumsum(spans["count"][order])))
 
@@ -315,11 +317,21 @@ def _launched(gpu: Activity, threads: Threads, seen: _Seen) -> tuple[Array, floa
     for caller in distinct(threads.joined.caller[told]).tolist():
         mine = np.flatnonzero(told & (threads.joined.caller == caller))
         mine = mine[np.argsort(calls["start_ns"][mine], kind="stable")]
-        made += float(np.diff(np.interp((first, last), calls["start_ns"][mine], calls["launches"][mine]))[0])
+        part = float(np.diff(np.interp((first, last), calls["start_ns"][mine], calls["launches"][mine]))[0])
+        made += part * _share_of_gpu(threads.joined, gpu, int(mine[0]))
     gaps = np.array(seen.gaps).T
     between = count(gaps[1][:-1], gaps[0][1:]).sum() if len(seen.gaps) > 1 else 0
     rates = count(seen.start, seen.end) / (seen.end - seen.start)
     return rates, max(made - between, 0.0) / float((gaps[1] - gaps[0]).sum())
+
+
+def _share_of_gpu(joined: Joined, gpu: Activity, call: int) -> float:
+    """How much of what the thread of this call launched went to this GPU: it may serve several."""
+    totals, devices = joined.recording.totals, np.append(joined.recording.streams["device"], -1)
+    mine = (totals["process"] == joined.process[call]) & (totals["thread"] == joined.thread[call])
+    mine &= among(totals["kind"], (CallKind.LAUNCH, CallKind.GRAPH)) & (devices[totals["stream"]] >= 0)
+    made = totals["calls"][mine]
+    return float(made[devices[totals["stream"][mine]] == gpu.device].sum() / made.sum()) if made.any() else 1.0
 
 
 def _error(seen: _Seen, calls: tuple[Array, float], lines: Array) -> tuple[float, float]:

@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from kvprobe.account import COPIES, HOST, OUTSIDE_CALLS, Account, GpuAccount, Line
+from kvprobe.account import COPIES, HOST, OUTSIDE_CALLS, Account, GpuAccount, Line, Times
 from kvprobe.account.chain import saved_by_host
 from kvprobe.account.lines import Unknown
 from kvprobe.account.stretches import NOBODY
@@ -97,20 +97,21 @@ class Explainer:
                 saved += self._saved(one, start[rows], end[rows], ns[rows])
             got: list[dict[int, int]] = []
             rest = partial(self._rest_ns, int(ns[rows].sum()), got) if fills else None
-            got.append(account.claim(cause, start[rows], end[rows], HOST, becomes=proves, caller=one, most_ns=rest))
+            times = Times(start[rows], end[rows])
+            got.append(account.claim(cause, times, HOST, becomes=proves, caller=one, most_ns=rest))
             if held is not None and held[rows].any():
                 movable = {place: self._movable(gpu) for place, gpu in enumerate(account.gpus)}
                 rows = rows[held[rows]]
-                alone = account.claim(cause, start[rows], end[rows], COPIES, caller=one)
+                times = Times(start[rows], end[rows])
+                alone = account.claim(cause, times, COPIES, caller=one)
                 saved += max((min(more, movable[place]) for place, more in alone.items()), default=0)
                 got.append(alone)
             if not waits:
                 most = partial(self._rest_ns, int(ns[rows].sum()), got, movable=True) if fills else None
-                got.append(account.claim(cause, start[rows], end[rows], COPIES, caller=one, most_ns=most))
+                got.append(account.claim(cause, times, COPIES, caller=one, most_ns=most))
             if fills:  # what filled the queue had been submitted, and stood still, whatever it stood behind
                 stood = (Line.NOT_KNOWN, Line.ELSEWHERE)
-                begun, ended = start[rows], end[rows]
-                paused = account.claim(cause, begun, ended, stood, becomes=proves, caller=NOBODY, most_ns=rest)
+                paused = account.claim(cause, times, stood, becomes=proves, caller=NOBODY, most_ns=rest)
                 self._moved_left_ns += max(paused.values(), default=0)
                 got.append(paused)
             for part in got:
@@ -163,32 +164,32 @@ class Explainer:
             saved = sum(self._idle_in(begun, ended, one) for one, begun, ended, _ in parts)
         return ExplainedTime(None, account.main.window_ns, self._after_last_kernel(start, end), saved)
 
-    def copies(self, cause: str, start: Array, end: Array, lost_ns: int, device: Array | None = None) -> ExplainedTime:
-        """Of copies on the device, (copies,): where only they ran, of which `lost_ns` could be saved at most.
-
-        Where `device` says on which GPU each ran, each GPU lost its copies' part of that.
-        """
+    def copies(self, cause: str, times: Times, lost_ns: int) -> ExplainedTime:
+        """Of copies on GPUs: where only they ran, of which `lost_ns` could be saved at most, of each GPU its part."""
         if not self.account.seen:
             return ExplainedTime()
+        took = times.end - times.start
 
         def most_ns(gpu: GpuAccount) -> int:
-            took = end - start
-            mine = device == gpu.device if device is not None else np.zeros(len(took), dtype=bool)
-            return round(lost_ns * int(took[mine].sum()) / int(took.sum())) if took[mine].any() else lost_ns
+            if times.where is None:
+                return lost_ns
+            mine = times.where == next(place for place, one in enumerate(self.account.gpus) if one is gpu)
+            return round(lost_ns * int(took[mine].sum()) / max(int(took.sum()), 1))
 
-        claimed = self.account.claim(cause, start, end, COPIES, becomes=proven_line(cause), most_ns=most_ns)
+        claimed = self.account.claim(cause, times, COPIES, becomes=proven_line(cause), most_ns=most_ns)
         return self._explained(claimed, 0, min(lost_ns, max(claimed.values(), default=0)))
 
-    def gaps(self, cause: str, start: Array, end: Array, calls: Sequence[Line] = ()) -> ExplainedTime:
-        """Of stretches in which a GPU stood idle, (stretches,): what its thread spent outside of calls, or in `calls`.
+    def gaps(self, cause: str, times: Times, calls: Sequence[Line] = ()) -> ExplainedTime:
+        """Of stretches in which a GPU stood idle: what its thread spent outside of calls, or in `calls`.
 
         What a thread did inside its calls is known, and stays in their line.
         """
         if not self.account.seen:
             return ExplainedTime()
         outside = (*OUTSIDE_CALLS, Line.NOTHING_TO_DO)
-        claimed = self.account.claim(cause, start, end, outside, becomes=proven_line(cause))
-        for gpu, ns in (self.account.claim(cause, start, end, calls) if calls else {}).items():
+        claimed = self.account.claim(cause, times, outside, becomes=proven_line(cause))
+        inside = self.account.claim(cause, times, calls) if calls else {}
+        for gpu, ns in inside.items():
             claimed[gpu] = claimed.get(gpu, 0) + ns
         return self._explained(claimed, 0, max(claimed.values(), default=0))
 

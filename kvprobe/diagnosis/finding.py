@@ -13,7 +13,7 @@ import numpy.typing as npt
 from kvprobe.output.parts import CallJson, ChangeJson, EvidenceJson, FindingJson, WhereJson
 
 if TYPE_CHECKING:
-    from kvprobe.account import Line
+    from kvprobe.account import Line, Times
     from kvprobe.recordings.model import Recording
 
 __all__ = [
@@ -303,13 +303,13 @@ class Loss:
         window: as in Finding.
         span_ns: what `ns` is a share of; None: the serving window.
         places, calls: as `where` and `calls` of Finding.
-        gaps: of a loss that is not one of calls or copies, the stretches in which a device stood idle, as arrays of
-            where they begin and end; None: none is known. Of a GPU's, `ns` becomes what the account has of them.
+        gaps: of a loss that is not one of calls or copies, the stretches in which a device stood idle; None: none is
+            known. Of a GPU's, `ns` becomes what the account has of them.
         in_calls: of these stretches, the lines inside of calls that are lost as well (`kvprobe.account.Line`).
         copies: of a loss of copy engines, the rows of the executions; None: none is known.
         stretches: of a loss of threads outside of calls, where it begins and ends, and whose it is (`Joined.caller`).
         spans: as `copies`, of stretches that are no copies' own: waits for them, or what timing events tell of copies
-            alone; where they begin and end.
+            alone.
     """
 
     ns: int
@@ -319,10 +319,10 @@ class Loss:
     span_ns: int | None = None
     places: tuple[Where, ...] = ()
     calls: tuple[TracedCall, ...] = ()
-    gaps: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = None
+    gaps: Times | None = None
     in_calls: tuple[Line, ...] = ()
     copies: npt.NDArray[Any] | None = None
-    spans: tuple[npt.NDArray[Any], npt.NDArray[Any]] | None = None
+    spans: Times | None = None
     stretches: tuple[npt.NDArray[Any], npt.NDArray[Any], npt.NDArray[Any]] | None = None
 
 

@@ -1,4 +1,4 @@
-"""Where a process's device stood idle because nothing had been submitted: shared by the two causes that explain it."""
+"""Where a GPU stood idle because nothing had been submitted: shared by the two causes that explain it."""
 
 from __future__ import annotations
 
@@ -37,13 +37,15 @@ class Gaps:
     """Idle stretches of the device and what the host did in them; arrays of one entry a gap.
 
     Attributes:
-        process, start, end: the gap, on the recording's clock.
+        gpu, where: the one that was idle, as `Joined.gpu_number`, and by its number in the account.
+        start, end: the gap, on the recording's clock.
         call: row of the call that ended it; by timing events the next of its thread, as launches may not be kept.
         host_ns: part of it in which the launching thread was in no CUDA call at all: it prepared.
         gc_ns: part of it that the recorder labelled garbage collection.
     """
 
-    process: Array
+    gpu: Array
+    where: Array
     start: Array
     end: Array
     call: Array
@@ -53,15 +55,13 @@ class Gaps:
 
 def nothing_to_do(joined: JoinedRecording, gaps: Gaps) -> Array:
     """Mask of gaps in which, for most of the time, nobody asked for anything, or nothing shows whether anybody did."""
-    parts = [
-        (cut.start[idle], cut.end[idle])
-        for cut in (gpu.stretches for gpu in joined.account.gpus)
-        for idle in ((cut.line == Line.NOTHING_TO_DO) | among(cut.detail, OPEN),)
-    ]
-    if not parts:
-        return np.zeros(len(gaps.start), dtype=bool)
-    idle = Cover(*(np.concatenate(column) for column in zip(*parts, strict=True)))
-    return np.asarray(2 * idle.within(gaps.start, gaps.end) > gaps.end - gaps.start)
+    mask = np.zeros(len(gaps.start), dtype=bool)
+    for place, gpu in enumerate(joined.account.gpus):
+        cut, mine = gpu.stretches, gaps.where == place
+        nobody = (cut.line == Line.NOTHING_TO_DO) | among(cut.detail, OPEN)
+        idle = Cover(cut.start[nobody], cut.end[nobody]).within(gaps.start[mine], gaps.end[mine])
+        mask[mine] = 2 * idle > gaps.end[mine] - gaps.start[mine]
+    return mask
 
 
 class Outside(NamedTuple):
@@ -74,17 +74,16 @@ class Outside(NamedTuple):
     text: str
 
 
-def outside_calls(joined: JoinedRecording, start: Array, end: Array, otherwise_ns: int) -> Outside:
-    """What the launching threads spent so in these gaps, as the account has it, before any is claimed.
+def outside_calls(joined: JoinedRecording, gaps: Gaps, some: Array, otherwise_ns: int) -> Outside:
+    """What the launching threads spent so in the gaps of this mask, as the account has it, before any is claimed.
 
     Gaps of several processes on one GPU may overlap, and count once. Where the account has nothing of it, it is what
     the gaps themselves came to, `otherwise_ns`.
     """
-    begins, ends = union(start, end)
     spent = dict.fromkeys((*OUTSIDE_CALLS, Line.NOTHING_TO_DO), 0)
-    for gpu in joined.account.gpus:
-        cut = gpu.stretches
-        mine = cut.cut(begins, ends) & (cut.cause == NOBODY)
+    for place, gpu in enumerate(joined.account.gpus):
+        cut, here = gpu.stretches, some & (gaps.where == place)
+        mine = cut.cut(*union(gaps.start[here], gaps.end[here])) & (cut.cause == NOBODY)
         for line in spent:
             spent[line] += cut.sum_ns(mine & (cut.line == line))
     total = sum(spent.values())
@@ -97,18 +96,18 @@ def outside_calls(joined: JoinedRecording, start: Array, end: Array, otherwise_n
 def hidden(joined: JoinedRecording, gaps: Gaps, mine: Array) -> int:
     """How much of these gaps' preparation fits beside what the device does in the step before, ns."""
     out = 0
-    for process in distinct(gaps.process[mine]).tolist():
-        one = mine & (gaps.process == process)
-        out += hidden_beside_work(_working(joined, process), gaps.start[one], gaps.end[one], gaps.host_ns[one])
+    for gpu in distinct(gaps.gpu[mine]).tolist():
+        one = mine & (gaps.gpu == gpu)
+        out += hidden_beside_work(_working(joined, gpu), gaps.start[one], gaps.end[one], gaps.host_ns[one])
     return out
 
 
-def _working(joined: JoinedRecording, process: int) -> Cover:
-    """When the device of a process ran anything: what was executed, else what timing events told."""
+def _working(joined: JoinedRecording, number: int) -> Cover:
+    """When a GPU ran anything: what was executed, else what timing events told."""
     if joined.recording.has_executions:
-        theirs = joined.recording.executions["process"] == process
+        theirs = joined.x_gpu == number
         return Cover(joined.x_start[theirs], joined.x_end[theirs])
-    covers = [busy(gpu) for gpu in joined.account.gpus if process in gpu.processes]
+    covers = [busy(gpu) for gpu in joined.account.gpus if number in joined.gpu_numbers(gpu)]
     return Cover(np.concatenate([one.start for one in covers]), np.concatenate([one.end for one in covers]))
 
 
@@ -158,7 +157,7 @@ def gaps_by_events(joined: JoinedRecording) -> Gaps:
     Where a thread was elsewhere for longer than in Python, or another cause explains that, more is known: no such gap.
     """
     parts: list[tuple[Array, ...]] = []
-    for gpu in joined.account.gpus:
+    for place, gpu in enumerate(joined.account.gpus):
         cut = gpu.stretches
         rows = np.flatnonzero(among(cut.line, HOST))
         if not len(rows):
@@ -179,8 +178,13 @@ def gaps_by_events(joined: JoinedRecording) -> Gaps:
             at = np.searchsorted(joined.start[theirs], end[mine])
             call[mine] = theirs[np.minimum(at, len(theirs) - 1)]
         nothing = np.zeros(len(start), dtype=np.int64)
-        parts.append((joined.process[call], start, end, call, python[keep], nothing))
-    columns = [np.concatenate([part[i] for part in parts]) if parts else np.zeros(0, dtype=np.int64) for i in range(6)]
+        number = joined.gpu_number(joined.process[call], gpu.device)
+        parts.append((number, np.full(len(start), place), start, end, call, python[keep], nothing))
+    return _gaps_of(parts)
+
+
+def _gaps_of(parts: list[tuple[Array, ...]]) -> Gaps:
+    columns = [np.concatenate([part[i] for part in parts]) if parts else np.zeros(0, dtype=np.int64) for i in range(7)]
     return Gaps(*columns)
 
 
@@ -196,15 +200,14 @@ def _launching_by_totals(joined: JoinedRecording) -> Array:
 
 def _idle_gaps(joined: JoinedRecording) -> Gaps:
     parts: list[tuple[Array, ...]] = []
-    table = joined.recording.executions
     garbage = joined.label_cover(Label.GC)
     counts = joined.submits & among(joined.caller, joined.launching_callers)
-    processes = distinct(table["process"])
-    for process in processes:
-        if len(processes) == 1 and not (joined.x_start[1:] < joined.x_start[:-1]).any():
+    gpus = distinct(joined.x_gpu)
+    for gpu in gpus:
+        if len(gpus) == 1 and not (joined.x_start[1:] < joined.x_start[:-1]).any():
             mine: Array | slice = slice(None)  # the columns themselves: copies are as long as the recording
         else:
-            mine = in_time(np.flatnonzero(table["process"] == process), joined.x_start)
+            mine = in_time(np.flatnonzero(joined.x_gpu == gpu), joined.x_start)
         begin = joined.x_start[mine]
         start, end = Cover(begin, joined.x_end[mine]).gaps()
         if not len(start):
@@ -224,6 +227,7 @@ def _idle_gaps(joined: JoinedRecording) -> Gaps:
             inside = joined.occupied(joined.caller == caller)
             upto = joined.start[call[theirs]]
             host[theirs] = (upto - start[theirs]) - inside.within(start[theirs], upto)
-        parts.append((np.full(len(start), process), start, end, call, host, garbage.within(start, end)))
-    columns = [np.concatenate([part[i] for part in parts]) if parts else np.zeros(0, dtype=np.int64) for i in range(6)]
-    return Gaps(*columns)
+        place = joined.where(joined.recording.executions, first[:1])[0]
+        whose = np.full(len(start), gpu), np.full(len(start), place)
+        parts.append((*whose, start, end, call, host, garbage.within(start, end)))
+    return _gaps_of(parts)

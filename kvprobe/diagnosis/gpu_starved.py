@@ -40,7 +40,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvprobe.account import OUTSIDE_CALLS, Line
+from kvprobe.account import OUTSIDE_CALLS, Line, Times
 from kvprobe.account.chain import STEP_NS
 from kvprobe.diagnosis.counted_launches import launched_much
 from kvprobe.diagnosis.finding import (
@@ -105,7 +105,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     lost = int(gaps.host_ns[mine].sum())
     if not executions and launched_much(joined, joined.caller[gaps.call[mine]], lost):
         return None  # by timing events such gaps may hold launches, and kernels as short as they are
-    span = joined.span_ns * max(len(np.unique(gaps.process)), 1)
+    span = joined.span_ns * max(len(distinct(gaps.gpu)), 1)
     if mine.sum() < MANY or lost < LEAST_SHARE * span:
         return None
     calls, ns = gaps.call[mine], gaps.host_ns[mine]
@@ -113,7 +113,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     if not executions:  # the call behind a gap need not be the launch that ended it
         places = tuple(replace(one, stream=Where.stream, stream_name="", range="") for one in places)
     where, functions = outside_in_functions(joined, places, OUTSIDE_CALLS, gaps.start[mine], gaps.end[mine])
-    outside = outside_calls(joined, gaps.start[mine], gaps.end[mine], lost)
+    outside = outside_calls(joined, gaps, mine, lost)
     worked = _who_worked(joined, gaps.start[mine], gaps.end[mine])
     beside = hidden(joined, gaps, mine)
     polls = _polls(joined, gaps, mine)
@@ -129,7 +129,7 @@ def find(joined: JoinedRecording) -> Finding | None:
             window=(int(gaps.start[mine].min()), int(gaps.end[mine].max())),
             span_ns=span,
             places=where,
-            gaps=(gaps.start[mine], gaps.end[mine]),
+            gaps=Times(gaps.start[mine], gaps.end[mine], gaps.where[mine]),
         ),
         evidence=[
             *_evidence(gaps, mine, outside, round(outside.ns * beside / lost), span, worked),

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvprobe.account import Times
 from kvprobe.diagnosis.finding import INFERRED, MEASURED, Change, Evidence, Finding, Loss, cause_of
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, size
 from kvprobe.recordings.intervals import Cover, distinct, in_time
@@ -96,10 +97,10 @@ def _behind_bursts(joined: JoinedRecording, direction: Direction, before: Array)
     ready = np.maximum(joined.end[joined.x_call[small]], before[small])
     late = joined.x_start[small] - ready > WAIT_NS
     small, ready = small[late], ready[late]
-    for process in np.unique(table["process"][small]):
-        theirs = copies & (table["process"] == process)
-        for stream in np.unique(table["stream"][small][table["process"][small] == process]):
-            mine = (table["process"][small] == process) & (table["stream"][small] == stream)
+    for gpu in distinct(joined.x_gpu[small]):
+        theirs, here = copies & (joined.x_gpu == gpu), joined.x_gpu[small] == gpu
+        for stream in distinct(table["stream"][small][here]):
+            mine = here & (table["stream"][small] == stream)
             own, others = theirs & (table["stream"] == stream), theirs & (table["stream"] != stream)
             if others.any():
                 waits = _behind_others(joined, small[mine], ready[mine], np.flatnonzero(own), np.flatnonzero(others))
@@ -124,11 +125,11 @@ def _behind_others(joined: JoinedRecording, rows: Array, since: Array, own: Arra
 
 
 def _lost(joined: JoinedRecording, rows: Array, since: Array, until: Array) -> int:
-    """The waiting time, each instant of one process and direction once."""
+    """The waiting time, each instant of one GPU and direction once."""
     table, lost = joined.recording.executions, 0
-    for process in np.unique(table["process"][rows]):
+    for gpu in distinct(joined.x_gpu[rows]):
         for direction in (Direction.H2D, Direction.D2H):
-            mine = (table["process"][rows] == process) & (table["direction"][rows] == direction)
+            mine = (joined.x_gpu[rows] == gpu) & (table["direction"][rows] == direction)
             lost += Cover(since[mine], until[mine]).total_ns
     return lost
 
@@ -148,7 +149,7 @@ def _finding(joined: JoinedRecording, found: list[_Waits]) -> Finding | None:
             on="device",
             window=(int(since.min()), int(until.max())),
             places=joined.device_places(rows, each),
-            spans=(since, until),
+            spans=Times(since, until, joined.where(joined.recording.executions, rows)),
         ),
         evidence=(
             Evidence(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kvprobe.account import COPIES, Account, GpuAccount, Line, account_of
+from kvprobe.account import COPIES, Account, GpuAccount, Line, Times, account_of
 from kvprobe.diagnosis.explaining import ExplainedTime, Explainer
 from kvprobe.diagnosis.finding import (
     SEVERITIES,
@@ -39,7 +39,8 @@ from kvprobe.diagnosis.usual import SLOW_NS, UsualCosts
 from kvprobe.durations import bytes_text, percent_text, time_text
 from kvprobe.launchqueue.constants import LEAST_NS, NOTABLE_NS, NOTABLE_SHARE, WARNING_SHARE
 from kvprobe.recordings.intervals import distinct, group_starts
-from kvprobe.recordings.model import Array, Direction, Recording
+from kvprobe.recordings.joined import on_gpu
+from kvprobe.recordings.model import Array, Direction, Recording, Table
 from kvprobe.recordings.occupancy import Occupancy
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ def _within(places: Sequence[Where], lost_ns: int) -> tuple[Where, ...]:
     return tuple(replace(one, lost_ns=round(one.lost_ns * lost_ns / total)) for one in places)
 
 
-def _of_gpus(title: str, device: Array, lost: Array) -> str:
+def of_gpus(title: str, device: Array, lost: Array) -> str:
     """The title of what executions on several GPUs lost: the worst one's time; where copies are counted, the sum."""
     gpus, place = np.unique(device, return_inverse=True)
     if len(gpus) < 2 or "{lost}" not in title:
@@ -355,7 +356,7 @@ class JoinedRecording(UsualCosts):
         if not len(rows):
             return None
         possible = int(np.clip(ns, 0, self.device.free_ns[rows]).sum())
-        span = self.span_ns * max(len(distinct(self.recording.executions["process"][rows])), 1)
+        span = self.span_ns * max(len(distinct(self.x_gpu[rows])), 1)
         if not self.notable(possible, span):
             return None
         got = self.device.claim(cause, rows, ns)
@@ -364,8 +365,20 @@ class JoinedRecording(UsualCosts):
         places, calls = self.device_places(rows, got), self._calls_of(rows, got)
         loss = Loss(int(got.sum()), len(rows), lost_on, window, span, places, calls)
         device = self.recording.executions["device"][rows]
-        explained = self.explainer.copies(cause, self.x_start[rows], self.x_end[rows], loss.ns, device)
-        return self._finding(cause, _of_gpus(title, device, got), confidence, loss, explanation, explained)
+        explained = self._of_copies(cause, rows, loss.ns)
+        return self._finding(cause, of_gpus(title, device, got), confidence, loss, explanation, explained)
+
+    def _of_copies(self, cause: str, rows: Array, ns: int) -> ExplainedTime:
+        """What a cause explains of these executions, of which `ns` are lost."""
+        where = self.where(self.recording.executions, rows)
+        return self.explainer.copies(cause, Times(self.x_start[rows], self.x_end[rows], where), ns)
+
+    def where(self, table: Table, rows: Array) -> Array:
+        """Of rows of executions or spans, the number of the account's GPU that each is of, (rows,); -1: of none."""
+        out: Array = np.full(len(rows), -1, dtype=np.int32)
+        for place, gpu in enumerate(self.account.gpus):
+            out[on_gpu(table, gpu)[rows]] = place
+        return out
 
     def finding(
         self, cause: str, title: str, confidence: Confidence, loss: Loss, **explanation: Unpack[Explanation]
@@ -375,18 +388,16 @@ class JoinedRecording(UsualCosts):
             return None
         explained = ExplainedTime()
         if loss.gaps is not None and confidence != "cannot tell":
-            explained = self.explainer.gaps(cause, *loss.gaps, loss.in_calls)
+            explained = self.explainer.gaps(cause, loss.gaps, loss.in_calls)
             if loss.on == "device" and explained.gpus_ns:  # one figure: what the account's lines say of these gaps
                 loss = replace(loss, ns=explained.gpus_ns)
         elif loss.copies is not None and confidence != "cannot tell":
-            rows = loss.copies
-            device = self.recording.executions["device"][rows]
-            explained = self.explainer.copies(cause, self.x_start[rows], self.x_end[rows], loss.ns, device)
+            explained = self._of_copies(cause, loss.copies, loss.ns)
         elif loss.stretches is not None and confidence != "cannot tell":
             start, end, caller = loss.stretches
             explained = self.explainer.host(cause, start, end, caller, end - start)
         elif loss.spans is not None and confidence != "cannot tell":
-            explained = self.explainer.copies(cause, *loss.spans, loss.ns)
+            explained = self.explainer.copies(cause, loss.spans, loss.ns)
         return self._finding(cause, title, confidence, loss, explanation, explained)
 
     def line_finding(

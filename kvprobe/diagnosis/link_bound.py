@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvprobe.account import COPIES, GpuAccount, Line
+from kvprobe.account import COPIES, GpuAccount, Line, Times
 from kvprobe.account.stretches import NOBODY
 from kvprobe.diagnosis.finding import (
     COUNTED,
@@ -48,12 +48,13 @@ from kvprobe.diagnosis.finding import (
     cause_of,
     executions_not_shown,
 )
-from kvprobe.diagnosis.joined import DIRECTIONS, Array, JoinedRecording, ms, share, size
+from kvprobe.diagnosis.joined import DIRECTIONS, Array, JoinedRecording, ms, of_gpus, share, size
 from kvprobe.diagnosis.wasted_stores import no_addresses
 from kvprobe.diagnosis.weights_not_overlapped import CAUSE as WEIGHTS
 from kvprobe.diagnosis.weights_not_overlapped import MOVE_FEWER
 from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover, distinct
+from kvprobe.recordings.joined import on_gpu
 from kvprobe.recordings.link_rate import FROM_COPIES, FULL_LINK, PcieLink, link_of
 from kvprobe.recordings.model import CallKind, Direction, Engine, Memory
 
@@ -75,6 +76,7 @@ REPEATED = Change(
 RECOMPUTE = Change("Recompute short prefixes instead of loading them where that is faster")
 SPREAD = Change("Use a faster link, or spread the copies over the links of several GPUs", "setting")
 FASTER = Change("Use a faster link", "setting")
+FULL = "The link is the limit: only copies ran for {lost}, at the link's full rate"
 
 
 def open_question(joined: JoinedRecording) -> Finding | None:
@@ -86,11 +88,11 @@ def open_question(joined: JoinedRecording) -> Finding | None:
     chosen: list[Array] = []
     taken: list[Array] = []
     evidence: list[Evidence] = []
-    for process in distinct(joined.process):
+    for gpu in distinct(joined.call_gpu[copies]):
         for direction in (Direction.H2D, Direction.D2H):
-            rows = np.flatnonzero(copies & (joined.process == process) & (joined.direction == direction))
+            rows = np.flatnonzero(copies & (joined.call_gpu == gpu) & (joined.direction == direction))
             rows = rows[~joined.between_kernels(rows)]  # the others wait in the model's own stream
-            if len(rows) < 8 or not len(joined.launches(process)):
+            if len(rows) < 8 or not len(joined.launches(joined.process[rows[0]])):
                 continue
             link, moved = joined.link_or_assumed(direction), int(joined.bytes[rows].sum())
             if moved / link.bytes_per_s * 1e9 < BUSY * joined.span_ns:
@@ -138,16 +140,16 @@ def find(joined: JoinedRecording) -> Finding | None:
     kernel = table["engine"] == Engine.KERNEL
     several = len(distinct(table["device"] + 1)) > 1
     slow = _slow_link(joined)
-    for process in distinct(table["process"]).tolist():
-        mine = kernel & (table["process"] == process)
+    for number in distinct(joined.x_gpu).tolist():
+        mine = kernel & (joined.x_gpu == number)
         if not mine.any():
             continue
         compute = Cover(joined.x_start[mine], joined.x_end[mine])
         directions = (Direction.H2D, Direction.D2H)
-        rows = np.concatenate([_full_link(joined, process, one, compute, evidence) for one in directions])
+        rows = np.concatenate([_full_link(joined, number, one, compute, evidence) for one in directions])
         if not len(rows):
             continue
-        copying, others = Cover(joined.x_start[rows], joined.x_end[rows]), _explained(joined, process, compute)
+        copying, others = Cover(joined.x_start[rows], joined.x_end[rows]), _explained(joined, number, compute)
         exposed = copying.total_ns - copying.intersect_ns(compute)
         left = copying.total_ns - copying.intersect_ns(others)  # both directions at once are one wait
         alone = joined.x_dur[rows] - compute.within(joined.x_start[rows], joined.x_end[rows])
@@ -157,7 +159,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         chosen.append(rows)
         losses.append(loss)
         gpu = f"{_gpu(joined, rows)}: " if several else ""
-        every = joined.busy(Engine.COPY, process=process)
+        every = joined.busy(Engine.COPY, gpu=number)
         other = every.total_ns - every.intersect_ns(compute) - exposed
         evidence += _of_gpu(gpu, exposed, exposed - left, other)
     if not chosen:
@@ -165,7 +167,7 @@ def find(joined: JoinedRecording) -> Finding | None:
     rows = np.concatenate(chosen)
     return joined.device_finding(
         CAUSE,
-        "The link is the limit: only copies ran for {lost}, at the link's full rate",
+        FULL,
         "likely" if slow else "certain",
         rows,
         np.concatenate(losses),
@@ -181,33 +183,34 @@ def find(joined: JoinedRecording) -> Finding | None:
 
 
 def _by_events(joined: JoinedRecording) -> Finding | None:
-    """The same where timing events tell when only copies ran, of the GPU that waited longest for a full link."""
-    found = [one for gpu in joined.account.gpus if gpu.kernels for one in _full_by_events(joined, gpu)]
+    """The same where timing events tell when only copies ran."""
+    gpus = joined.account.gpus
+    found = [(n, one) for n, gpu in enumerate(gpus) if gpu.kernels for one in _full_by_events(joined, gpu)]
     if not found:
         return None
-    worst = max(found, key=lambda one: one.lost_ns)
-    slow = _slow_link(joined)
-    whose = f" on GPU {worst.gpu.device}" if len(joined.account.gpus) > 1 and worst.gpu.device >= 0 else ""
-    stores = worst.direction == Direction.D2H
+    parts = [(one.rows, one.needs_ns, one.start, one.end, np.full(len(one.start), n)) for n, one in found]
+    rows, needs_ns, start, end, where = (np.concatenate(column) for column in zip(*parts, strict=True))
+    slow, several = _slow_link(joined), len(gpus) > 1
+    stores = all(one.direction == Direction.D2H for _, one in found)
     return joined.finding(
         CAUSE,
-        f"The link is the limit: only copies ran for {{lost}}{whose}, at the link's full rate",
+        of_gpus(FULL, np.array([gpu.device for gpu in gpus])[where], end - start),
         "likely" if slow else "certain",
         Loss(
-            worst.lost_ns,
-            len(worst.rows),
+            int((end - start).sum()),
+            len(rows),
             on="device",
-            window=(int(worst.start.min()), int(worst.end.max())),
-            span_ns=worst.gpu.window_ns,
-            places=joined.places(worst.rows, worst.needs_ns),
-            spans=(worst.start, worst.end),
+            window=(int(start.min()), int(end.max())),
+            span_ns=sum(gpus[n].window_ns for n in distinct(where)),
+            places=joined.places(rows, needs_ns),
+            spans=Times(start, end, where),
         ),
-        evidence=worst.evidence,
+        evidence=[text for _, one in found for text in one.evidence],
         reason=_doubt(slow, link_of(joined.recording)),
         cure=(
-            *_why_slow(slow, link_of(joined.recording), bool(whose)),
+            *_why_slow(slow, link_of(joined.recording), several),
             *((FEWER_STORES,) if stores else (FEWER, RECOMPUTE)),
-            FASTER if whose else SPREAD,
+            FASTER if several else SPREAD,
         ),
     )
 
@@ -216,22 +219,18 @@ class _Full(NamedTuple):
     """Copies of one direction that fill a GPU's link.
 
     Attributes:
-        gpu: whose link.
         direction: of the copies.
         rows, needs_ns: of calls, and for how long each keeps the link busy.
         start, end: stretches in which only copies ran, most of them these; of those that no timing event saw, the
             account knows that only copies ran, and they count for the direction that ran alone for longer.
-        lost_ns: how long these stretches are.
         evidence: their figures.
     """
 
-    gpu: GpuAccount
     direction: Direction
     rows: Array
     needs_ns: Array
     start: Array
     end: Array
-    lost_ns: int
     evidence: list[Evidence]
 
 
@@ -239,12 +238,14 @@ def _full_by_events(joined: JoinedRecording, gpu: GpuAccount) -> Iterator[_Full]
     """Each direction in which a GPU's copies fill the link, and no kernel hides them."""
     spans, cut = joined.recording.spans, gpu.stretches
     first, last = gpu.computes
+    whose = f"GPU {gpu.device}, " if len(joined.account.gpus) > 1 and gpu.device >= 0 else ""
     waits = (cut.cause == NOBODY) & among(cut.line, (Line.AT_LINK_RATE, Line.BELOW_LINK_RATE))
     waits &= (cut.start >= first) & (cut.end <= last)
-    theirs = among(joined.kind, (CallKind.COPY, CallKind.BATCH)) & among(joined.process, gpu.processes)
+    theirs = among(joined.kind, (CallKind.COPY, CallKind.BATCH)) & joined.calls_of_gpu(gpu)
     theirs &= (joined.memory != Memory.PAGEABLE) & (joined.bytes > 0) & ~(joined.nested | joined.outside)
-    copies = (spans["engine"] == Engine.COPY) & among(spans["process"], gpu.processes)
-    for direction, name in DIRECTIONS.items():
+    copies = (spans["engine"] == Engine.COPY) & on_gpu(spans, gpu)
+    for direction, way in DIRECTIONS.items():
+        name = f"{whose}{way}"
         rows = np.flatnonzero(theirs & (joined.direction == direction))
         rate, how = joined.link(direction)
         if len(rows) < 8 or rate <= 0:
@@ -264,19 +265,17 @@ def _full_by_events(joined: JoinedRecording, gpu: GpuAccount) -> Iterator[_Full]
             f"{name}: {len(rows):,} copies moved {size(moved)}, for which the link needs {ms(int(needs_ns.sum()))}: "
             f"{share(busy_ns, gpu.window_ns)} of the serving window"
         )
-        told = f"by timing events, only copies ran for {ms(lost_ns)}, {share(lost_ns, gpu.window_ns)} of that window"
+        alone = f"only copies ran for {ms(lost_ns)}, {share(lost_ns, gpu.window_ns)} of that window"
         yield _Full(
-            gpu,
             direction,
             rows,
             needs_ns,
             cut.start[meant],
             cut.end[meant],
-            lost_ns,
             [
                 Evidence(text, moved, "bytes", COUNTED),
                 Evidence(f"{name}: {_full_rate(rate, how)}", rate, "bytes/s", MEASURED if how == FROM_COPIES else how),
-                Evidence(told, lost_ns, "ns", MEASURED),
+                Evidence(f"{whose}by timing events, {alone}", lost_ns, "ns", MEASURED),
             ],
         )
 
@@ -340,14 +339,14 @@ def _gpu(joined: JoinedRecording, rows: Array) -> str:
 
 
 def _full_link(
-    joined: JoinedRecording, process: int, direction: Direction, compute: Cover, evidence: list[Evidence]
+    joined: JoinedRecording, number: int, direction: Direction, compute: Cover, evidence: list[Evidence]
 ) -> Array:
-    """Rows of the copies of one direction, if they fill the link and no kernel hides them; then with evidence added."""
+    """Rows of a GPU's copies of a direction, if they fill its link and no kernel hides them; then evidence is added."""
     table = joined.recording.executions
     rows: Array = np.flatnonzero(
         (table["engine"] == Engine.COPY)
         & (table["direction"] == direction)
-        & (table["process"] == process)
+        & (joined.x_gpu == number)
         & (table["memory"] != Memory.PAGEABLE)
         & (joined.x_dur > 0)
     )
@@ -384,12 +383,12 @@ def _full_rate(rate: float, how: str) -> str:
     return f"the link carries {rate / 1e9:.1f} GB/s"
 
 
-def _explained(joined: JoinedRecording, process: int, compute: Cover) -> Cover:
-    """When kernels run, or when another finding has explained what the GPU of this process waits for."""
+def _explained(joined: JoinedRecording, number: int, compute: Cover) -> Cover:
+    """When kernels run, or when another finding has explained what this GPU waits for."""
     taken = [
         (cut.start[mine], cut.end[mine])
         for gpu in joined.account.gpus
-        if process in gpu.processes
+        if number in joined.gpu_numbers(gpu)
         for cut in (gpu.stretches,)
         for mine in (cut.cause != NOBODY,)
     ]

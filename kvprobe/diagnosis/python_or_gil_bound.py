@@ -55,7 +55,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvprobe.account import OPEN, OUTSIDE_CALLS, Line, Worked, covers_of, who_worked
+from kvprobe.account import OPEN, OUTSIDE_CALLS, Line, Times, Worked, covers_of, who_worked
 from kvprobe.account.outside import waits_for_others
 from kvprobe.account.stretches import NOBODY
 from kvprobe.account.threads import runs_python
@@ -244,7 +244,7 @@ def _by_submissions(joined: JoinedRecording) -> Finding | None:
             window=(int(joined.end[rows].min()), int(joined.start[after].max())),
             span_ns=span,
             places=places,
-            gaps=(start, end),
+            gaps=Times(start, end),
         ),
         evidence=(
             Evidence(
@@ -329,7 +329,7 @@ def _by_counted_launches(joined: JoinedRecording) -> Finding | None:
             places=tuple(
                 Where(pid=one.pid, thread=one.thread, lost_ns=ns, calls=len(gaps.start)) for ns, one, gaps in threads
             ),
-            gaps=(start, end),
+            gaps=Times(start, end),
             in_calls=(Line.SUBMITTING,),
         ),
         evidence=(
@@ -408,7 +408,7 @@ def _by_cpu_time(joined: JoinedRecording) -> Finding | None:
             window=(int(start.min()), int(end.max())),
             span_ns=span,
             places=tuple(sorted(places, key=lambda place: -place.lost_ns)[:16]),
-            gaps=(start, end),
+            gaps=Times(start, end),
         ),
         evidence=(
             Evidence(
@@ -466,14 +466,14 @@ def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
     gaps = idle_gaps(joined)
     if not len(gaps.start):
         return None
-    span = joined.span_ns * max(len(np.unique(gaps.process)), 1)
+    span = joined.span_ns * max(len(distinct(gaps.gpu)), 1)
     signs = _signs(joined, gaps, span)
     mine = signs.short | signs.collected | signs.locked | signs.sampled | signs.slept
     host = int(gaps.host_ns[mine].sum())
     if not mine.any() or host < (LEAST_SHARE if not signs.collected.any() else 0.01) * span:
         return None
     start, end = gaps.start[mine], gaps.end[mine]
-    outside = outside_calls(joined, start, end, host)
+    outside = outside_calls(joined, gaps, mine, host)
     places, functions = outside_in_functions(
         joined, joined.places(gaps.call[mine], gaps.host_ns[mine]), OUTSIDE_CALLS, start, end
     )
@@ -499,7 +499,7 @@ def _by_idle_gaps(joined: JoinedRecording) -> Finding | None:
             window=(int(start.min()), int(end.max())),
             span_ns=span,
             places=places,
-            gaps=(start, end),
+            gaps=Times(start, end, gaps.where[mine]),
             in_calls=(Line.SUBMITTING,),
         ),
         evidence=[idle, *_evidence(gaps, signs), *cut_short, *functions],

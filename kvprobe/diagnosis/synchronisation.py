@@ -118,10 +118,10 @@ def _read_back(joined: JoinedRecording, rows: Array, last: Array, kernels: Array
     return mask
 
 
-def _ends_with_copy(joined: JoinedRecording, process: int, end: Array) -> Array:
-    """Mask over instants: of the process's operations the last to end before each is a copy."""
+def _ends_with_copy(joined: JoinedRecording, gpu: int, end: Array) -> Array:
+    """Mask over instants: of the operations that `meant_by` has, the last to end before each is a copy."""
     table = joined.recording.executions
-    theirs = np.flatnonzero((table["process"] == process) & (table["engine"] != Engine.OTHER))
+    theirs = np.flatnonzero(joined.meant_by(gpu, table) & (table["engine"] != Engine.OTHER))
     theirs = theirs[np.argsort(joined.x_end[theirs], kind="stable")]
     at = np.searchsorted(joined.x_end[theirs], end, "right") - 1
     mask: Array = (at >= 0) & (table["engine"][theirs[np.maximum(at, 0)]] == Engine.COPY)
@@ -183,17 +183,18 @@ def _after_launches(joined: JoinedRecording, rows: Array, last: Array) -> Array:
 
 
 def _before_compute(joined: JoinedRecording, rows: Array) -> Array:
-    """Mask over waits that end before their process's first kernel of the window, where timing events saw those.
+    """Mask over waits that end before their GPU's first kernel of the window, where timing events saw those.
 
     Nobody waits for what is loaded before anything computes. Launches alone do not tell: a program that warms up makes
     a few before the window begins.
     """
     spans, before = joined.recording.spans, np.zeros(len(rows), dtype=bool)
     computes = among(spans["engine"], (Engine.KERNEL, Engine.OTHER)) & (spans["end_ns"] > joined.serving.start_ns)
-    for process in distinct(spans["process"]):
-        kernels = spans["start_ns"][computes & (spans["process"] == process)]
+    for gpu in distinct(joined.call_gpu[rows]).tolist() if spans.rows else ():
+        theirs = joined.meant_by(gpu, spans)
+        kernels = spans["start_ns"][computes & theirs]
         first = kernels.min() if len(kernels) else np.iinfo(np.int64).max
-        before |= (joined.process[rows] == process) & (joined.end[rows] <= first)
+        before |= (joined.call_gpu[rows] == gpu) & (joined.end[rows] <= first) & theirs.any()
     return before
 
 
@@ -230,16 +231,16 @@ def _by_executions(joined: JoinedRecording, rows: Array, last: Array, copy: Arra
     wanted |= copy & (named < 0) & (late >= 0) & (late < WOKEN_NS) & (joined.exec_end[at] > joined.start[rows])
     moves = (table["direction"] == Direction.H2D) | (table["direction"] == Direction.D2H)
     copies = (table["engine"] == Engine.COPY) & moves & ~among(table["stream"], joined.kernel_streams)
-    for process in distinct(joined.process[rows]):
-        mine = np.flatnonzero((joined.process[rows] == process) & (named < 0) & ~wanted)
+    for gpu in distinct(joined.call_gpu[rows]).tolist():
+        mine = np.flatnonzero((joined.call_gpu[rows] == gpu) & (named < 0) & ~wanted)
         start, end = joined.start[rows[mine]], joined.end[rows[mine]]
-        theirs = table["process"] == process
+        theirs = joined.meant_by(gpu, table)
         copying = Cover(joined.x_start[copies & theirs], joined.x_end[copies & theirs])
         theirs &= table["engine"] == Engine.KERNEL
         computing = Cover(joined.x_start[theirs], joined.x_end[theirs])
         either = Cover(np.concatenate((copying.start, computing.start)), np.concatenate((copying.end, computing.end)))
         alone = either.within(start, end) - computing.within(start, end)
-        wanted[mine] |= (10 * alone >= end - start) & (alone > 0) & _ends_with_copy(joined, int(process), end)
+        wanted[mine] |= (10 * alone >= end - start) & (alone > 0) & _ends_with_copy(joined, gpu, end)
     return wanted
 
 
@@ -278,9 +279,13 @@ def _of_stores(joined: JoinedRecording, rows: Array, last: Array, back: Array) -
     itself = joined.kind[rows] == CallKind.COPY_SYNC
     newest = np.where(itself, rows, np.maximum(last, 0))
     mask: Array = (itself | (last >= 0)) & (joined.direction[newest] == Direction.D2H) & ~back
-    if joined.recording.has_executions:
-        loading = joined.busy(Engine.COPY, direction=Direction.H2D)
-        mask &= loading.within(joined.start[rows], joined.end[rows]) == 0
+    table = joined.recording.executions
+    loads = (table["engine"] == Engine.COPY) & (table["direction"] == Direction.H2D)
+    for gpu in distinct(joined.call_gpu[rows[mask]]).tolist():
+        mine = mask & (joined.call_gpu[rows] == gpu)
+        theirs = loads & joined.meant_by(gpu, table)
+        loading = Cover(joined.x_start[theirs], joined.x_end[theirs])
+        mask[mine] = loading.within(joined.start[rows[mine]], joined.end[rows[mine]]) == 0
     return mask
 
 
@@ -304,21 +309,19 @@ def _ahead(joined: JoinedRecording, rows: Array) -> Array:
     """
     mask, table = np.zeros(len(rows), dtype=bool), joined.recording.executions
     spans = joined.recording.spans
-    for process in distinct(spans["process"]) if not joined.recording.has_executions else ():
-        ran = (spans["process"] == process) & (spans["engine"] == Engine.KERNEL)
-        mine = np.flatnonzero(joined.process[rows] == process)
-        end = joined.end[rows[mine]]
-        mask[mine] = Cover(spans["start_ns"][ran], spans["end_ns"][ran]).within(end, end + 1) > 0
-    for process in distinct(joined.process[rows]):
+    for gpu in distinct(joined.call_gpu[rows]).tolist():
+        mine = np.flatnonzero(joined.call_gpu[rows] == gpu)
+        if not joined.recording.has_executions:
+            ran, end = joined.meant_by(gpu, spans) & (spans["engine"] == Engine.KERNEL), joined.end[rows[mine]]
+            mask[mine] = Cover(spans["start_ns"][ran], spans["end_ns"][ran]).within(end, end + 1) > 0
         kernels = np.flatnonzero(
-            (table["process"] == process) & (table["engine"] == Engine.KERNEL) & (joined.x_call >= 0)
+            joined.meant_by(gpu, table) & (table["engine"] == Engine.KERNEL) & (joined.x_call >= 0)
         )
         if not len(kernels):
             continue
         asked = joined.start[joined.x_call[kernels]]
         order = np.argsort(asked, kind="stable")
         latest = np.maximum.accumulate(joined.x_end[kernels][order])
-        mine = joined.process[rows] == process
         before = np.searchsorted(asked[order], joined.start[rows[mine]]) - 1
         mask[mine] = (before >= 0) & (latest[np.maximum(before, 0)] > joined.end[rows[mine]])
     return mask

@@ -146,17 +146,14 @@ class UsualCosts(Joined):
     def busy(
         self,
         *engines: Engine,
-        process: int | None = None,
-        device: int | None = None,
+        gpu: int | None = None,
         direction: Direction | None = None,
     ) -> Cover:
-        """Instants at which the device executed something of these kinds."""
+        """Instants at which a device executed something of these kinds; `gpu`: this one (`x_gpu`)."""
         table = self.recording.executions
         keep = among(table["engine"], engines)
-        if process is not None:
-            keep &= table["process"] == process
-        if device is not None:
-            keep &= table["device"] == device
+        if gpu is not None:
+            keep &= self.x_gpu == gpu
         if direction is not None:
             keep &= table["direction"] == direction
         return Cover(self.x_start[keep], self.x_end[keep])

@@ -42,8 +42,8 @@ from kvprobe.diagnosis.synchronisation import CAUSE as WAITS
 from kvprobe.diagnosis.waited_copies import WaitedCopies, waited_copies
 from kvprobe.diagnosis.weights_not_overlapped import CAUSE as WEIGHTS
 from kvprobe.diagnosis.weights_not_overlapped import MOVE_FEWER
-from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import Cover
+from kvprobe.recordings.joined import on_gpu
 from kvprobe.recordings.model import Array, Direction, Engine
 
 CAUSE = cause_of(__name__)
@@ -173,7 +173,7 @@ def _small(joined: JoinedRecording, gpu: GpuAccount, alone: Cover) -> _Small:
         return _Small(0, [])
     count = np.maximum(spans["count"], 1)
     copies = (spans["engine"] == Engine.COPY) & (spans["bytes"] > 0) & (spans["bytes"] < SMALL_BYTES * count)
-    rows = np.flatnonzero(copies & among(spans["process"], gpu.processes))
+    rows = np.flatnonzero(copies & on_gpu(spans, gpu))
     inside = alone.within(spans["start_ns"][rows], spans["end_ns"][rows])
     rows, ns = rows[inside > 0], int(inside.sum())
     many, size = int(count[rows].sum()), int(spans["bytes"][rows].sum())
@@ -224,7 +224,7 @@ class _Activity(NamedTuple):
 
 def _seen(joined: JoinedRecording, gpu: GpuAccount) -> _Activity:
     table = joined.recording.executions if joined.recording.has_executions else joined.recording.spans
-    mine = among(table["process"], gpu.processes)
+    mine = on_gpu(table, gpu)
     rows = slice(None) if mine.all() else mine
     return _Activity(*(table[name][rows] for name in ("engine", "direction", "start_ns", "end_ns")))
 
@@ -245,7 +245,7 @@ class _Alone(NamedTuple):
 
 def _copies(joined: JoinedRecording, gpu: GpuAccount, alone: Cover) -> _Alone:
     table = joined.recording.executions
-    rows = np.flatnonzero((table["engine"] == Engine.COPY) & among(table["process"], gpu.processes))
+    rows = np.flatnonzero((table["engine"] == Engine.COPY) & on_gpu(table, gpu))
     rows = rows[alone.within(joined.x_start[rows], joined.x_end[rows]) > 0]
     names = {Direction.H2D: LOADS, Direction.D2H: STORES, Direction.D2D: INSIDE}
     spent = []
@@ -259,7 +259,7 @@ def _copies(joined: JoinedRecording, gpu: GpuAccount, alone: Cover) -> _Alone:
     if not len(joined.start):
         return _Alone(rows, nothing, nothing, spent)
     call = joined.x_call[rows]
-    kernels = np.flatnonzero((table["engine"] == Engine.KERNEL) & among(table["process"], gpu.processes))
+    kernels = np.flatnonzero((table["engine"] == Engine.KERNEL) & on_gpu(table, gpu))
     computing = Cover(joined.x_start[kernels], joined.x_end[kernels])
     asked, begins = joined.start[np.maximum(call, 0)], joined.x_start[rows]
     held = (call >= 0) & (computing.within(asked, np.maximum(begins, asked)) >= np.maximum(joined.x_dur[rows], 1))
@@ -286,7 +286,7 @@ def _launched(joined: JoinedRecording, gpu: GpuAccount, late: int, lost: int) ->
         text = f"for {ms(late)} of these {ms(lost)}, the next kernel had not been launched yet"
         return [Evidence(text, late, "ns", MEASURED)]
     table = joined.recording.executions
-    kernels = (table["engine"] == Engine.KERNEL) & among(table["process"], gpu.processes)
+    kernels = (table["engine"] == Engine.KERNEL) & on_gpu(table, gpu)
     if not kernels.any() or (joined.x_call[kernels] < 0).any():
         return []
     text = (

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvprobe.account import Line
+from kvprobe.account import Line, Times
 from kvprobe.diagnosis.equal_bytes import EQUAL, looks_of
 from kvprobe.diagnosis.finding import COUNTED, INFERRED, Change, Evidence, Finding, Loss, NotLookedFor, cause_of
 from kvprobe.diagnosis.joined import Array, JoinedRecording, share
@@ -39,9 +39,7 @@ LEAST_BLOCK = 64 << 10  # what a step reads back is smaller
 FASTEST_LINK = 450e9  # bytes per second of any link between CPU and GPU, one way: NVLink-C2C of a Grace Hopper
 
 
-def spent_in_spans(
-    joined: JoinedRecording, rows: Array, direction: Direction
-) -> tuple[int, tuple[Array, Array]] | None:
+def spent_in_spans(joined: JoinedRecording, rows: Array, direction: Direction) -> tuple[int, Times] | None:
     """What timing events saw of copies of these calls, ns, by their part of the bytes; and where all such copies ran.
 
     None where no timing events were recorded around them.
@@ -51,13 +49,13 @@ def spent_in_spans(
     mine = mine[np.isin(spans["process"][mine], joined.process[rows])]
     start, end = spans["start_ns"][mine], spans["end_ns"][mine]
     inside = (start >= int(joined.start[rows].min())) & (start < joined.serving.end_ns)
-    start, end = start[inside], end[inside]
+    start, end, mine = start[inside], end[inside], mine[inside]
     every = joined.direction == direction
     moved = int(joined.bytes[every & (joined.start >= joined.start[rows].min())].sum())
     if not len(start) or moved <= 0:
         return None
     ns = int((end - start).sum() * min(int(joined.bytes[rows].sum()) / moved, 1.0))
-    return ns, (start, end)
+    return ns, Times(start, end, joined.where(spans, mine))
 
 
 def cost_of(joined: JoinedRecording, rows: Array, direction: Direction) -> tuple[Array, bool, str]:

@@ -213,13 +213,13 @@ def find(joined: JoinedRecording) -> Finding | None:
     losses: list[Array] = []
     copy_ns = compute_ns = both_ns = longest = 0
     reason = ""
-    for process in distinct(table["process"][loads]):
-        rows = np.flatnonzero(loads & (table["process"] == process) & (joined.device.owner < 0))
+    for gpu in distinct(joined.x_gpu[loads]):
+        rows = np.flatnonzero(loads & (joined.x_gpu == gpu) & (joined.device.owner < 0))
         rows = in_time(rows, joined.x_start)
         rows, how = _weights(joined, rows)
         if len(rows) < 4:
             continue
-        kernel = np.flatnonzero((table["engine"] == Engine.KERNEL) & (table["process"] == process))
+        kernel = np.flatnonzero((table["engine"] == Engine.KERNEL) & (joined.x_gpu == gpu))
         begin, end = int(joined.x_start[rows].min()), int(joined.x_end[rows].max())
         compute = Cover(np.clip(joined.x_start[kernel], begin, end), np.clip(joined.x_end[kernel], begin, end))
         copying = Cover(joined.x_start[rows], joined.x_end[rows])
@@ -236,7 +236,7 @@ def find(joined: JoinedRecording) -> Finding | None:
         return None
     rows, loss_ns = np.concatenate(chosen), np.concatenate(losses)
     waited = waited_copies(joined, rows)
-    together = f"{len(chosen)} processes together: " if len(chosen) > 1 else ""
+    together = f"{len(chosen)} GPUs together: " if len(chosen) > 1 else ""
     did = f"did so for {ms(both_ns)}" if both_ns else "never did"
     words = WEIGHT_COPIES if reason in (SOURCES, NAMED) else LOADS
     return joined.device_finding(

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from kvprobe.recordings.assemble import among, codes, positions
+from kvprobe.recordings.assemble import among, codes, constant, positions
 from kvprobe.recordings.intervals import Cover, distinct, in_time, running_max_by_group
 from kvprobe.recordings.link_rate import LinkRate, link_rate, rate_or_assumed
 from kvprobe.recordings.links import links_of
-from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Engine, Memory, Recording
+from kvprobe.recordings.model import SUBMITTING, CallKind, Direction, Engine, Memory, Recording, Table
 from kvprobe.recordings.serving import serving_window
 from kvprobe.recordings.tier_uses import TierUses, tier_uses
 
 Array: TypeAlias = npt.NDArray[Any]
 
-__all__ = ["Joined"]
+__all__ = ["Joined", "on_gpu"]
+
+
+class Gpu(Protocol):
+    """A GPU of an account: its device number and the rows of its processes."""
+
+    device: int
+    processes: tuple[int, ...]
+
+
+def on_gpu(table: Table, gpu: Gpu) -> Array:
+    """Mask over rows of a table that has processes and devices, such as `executions`: those of this GPU."""
+    mask: Array = among(table["process"], gpu.processes)
+    mask &= table["device"] == gpu.device
+    return mask
 
 
 class Joined:
@@ -74,6 +88,51 @@ class Joined:
         self.direction = filled("direction", Direction.UNKNOWN)
         self.memory = filled("memory", Memory.UNKNOWN)
         self.bytes = filled("bytes", 0)
+
+    @cached_property
+    def _devices(self) -> int:
+        """More than any device number of the recording, plus one for those that are not known (-1)."""
+        tables = self.recording.executions, self.recording.spans, self.recording.coverage, self.recording.streams
+        return 2 + max(int(table["device"].max(initial=0)) for table in tables)
+
+    def gpu_number(self, process: Array | int, device: Array | int) -> Array:
+        """A number for each process's GPU, as one process may use several; int64, of the arguments' shape."""
+        number: Array = np.asarray(process, dtype=np.int64) * self._devices + np.asarray(device) + 1
+        return number
+
+    def gpu_numbers(self, gpu: Gpu) -> Array:
+        """`gpu_number` of a GPU of an account, for each of its processes."""
+        return self.gpu_number(np.array(gpu.processes), gpu.device)
+
+    @cached_property
+    def x_gpu(self) -> Array:
+        """`gpu_number` of each execution."""
+        process, device = (self.recording.executions[name] for name in ("process", "device"))
+        if len(process) and constant(process) and constant(device):  # stored once, however many there are
+            return np.broadcast_to(self.gpu_number(process[0], device[0]), (len(process),))
+        return self.gpu_number(process, device)
+
+    @cached_property
+    def call_device(self) -> Array:
+        """Device number of each call's stream; -1 where that is not known."""
+        device: Array = np.append(self.recording.streams["device"], -1)[self.stream]
+        return device
+
+    @cached_property
+    def call_gpu(self) -> Array:
+        """`gpu_number` of each call; where its stream's device is not known, that of no GPU (`meant_by`)."""
+        return self.gpu_number(self.process, self.call_device)
+
+    def meant_by(self, number: int, table: Table) -> Array:
+        """Mask over a table's rows: those of the GPU of this `call_gpu`, or where it is of none, of its process."""
+        mask: Array = table["process"] == number // self._devices
+        return mask & (table["device"] == number % self._devices - 1) if number % self._devices else mask
+
+    def calls_of_gpu(self, gpu: Gpu) -> Array:
+        """Mask over calls of this GPU's processes, without those whose stream is another GPU's."""
+        mask: Array = among(self.process, gpu.processes)
+        mask &= (self.call_device == gpu.device) | (self.call_device < 0) | (gpu.device < 0)
+        return mask
 
     @cached_property
     def by_caller(self) -> Array:
