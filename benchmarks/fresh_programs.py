@@ -1,6 +1,6 @@
 """How right the diagnosis is at programs that were written without knowledge of it, and how right its account is.
 
-    python benchmarks/record_corpus.py DIR --set fresh    # or blind, unseen, served, sixth, ..., twentyfourth
+    python benchmarks/record_corpus.py DIR --set fresh    # or blind, unseen, served, sixth, ..., twentysixth
     python benchmarks/fresh_programs.py DIR [--only TEXT] [--found-window] [--json FILE]
 
 A recording is right if every cause that its recorder can show is named, no warning is false, the verdict is the
@@ -86,14 +86,21 @@ def length(intervals: Iterable[Interval]) -> int:
     return sum(end - begin for begin, end in union(intervals))
 
 
-def of_intervals(path: Path, window: Interval) -> Lines:
+def of_gpus(path: Path, gpus: list[dict[str, Any]]) -> Lines:
+    """As `of_intervals`, the mean of these GPUs of an account."""
+    each = [of_intervals(path, (gpu["from_ns"], gpu["to_ns"]), gpu["gpu"]) for gpu in gpus]
+    return {part: sum(one[part] for one in each) / len(each) for part in each[0]}
+
+
+def of_intervals(path: Path, window: Interval, device: int) -> Lines:
     """Shares of a window of an Nsight recording: kernels (and memsets), copies alone, neither; memsets alone apart."""
     db = sqlite3.connect(path)
     have = {row[0] for row in db.execute("select name from sqlite_master where type = 'table'")}
 
     def within(table: str) -> list[Interval]:
         name = f"CUPTI_ACTIVITY_KIND_{table}"
-        rows = db.execute(f"select start, end from {name}") if name in have else ()
+        told = f"select start, end from {name} where deviceId = ?"
+        rows = db.execute(told, (device,)) if name in have else ()
         cut = [(max(begin, window[0]), min(end, window[1])) for begin, end in rows]
         return [one for one in cut if one[0] < one[1]]
 
@@ -151,9 +158,8 @@ def judge(path: Path, program: str, form: str, scratch: Path, own: bool = True) 
     out["false"] = sorted(graded.false & loud | extra)
     out["false_information"] = sorted(graded.false - loud)
     out["wrong"] = mistakes(out, form)
-    if form == "nsys" and len(account["gpus"]) == 1:
-        (gpu,) = account["gpus"]
-        out["union"] = of_intervals(plain, (gpu["from_ns"], gpu["to_ns"]))
+    if form == "nsys":
+        out["union"] = of_gpus(plain, account["gpus"])
         whole = open_recording(plain)
         whole.window = serving_window(whole, within=program)
         first, end = recorded_span(whole)[0], whole.window.end_ns

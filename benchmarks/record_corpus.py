@@ -6,8 +6,9 @@ Writes OUT/FORMAT/PROGRAM.{kvprobe.tar.gz | json.gz | sqlite.gz} and PROGRAM.tru
 program under `kvprobe run`, `totals` with its `--detail totals`; `kineto` runs them one after another in one process, a
 PyTorch profile each; `nsys` records one process of all and cuts its export by the programs' NVTX ranges. With
 `--accounts` only the programs are recorded that know their line of the account, and nsys sees into their CUDA graphs;
-with `--set fresh`, `blind`, `unseen`, `served`, `sixth` and so on until `twentyfourth` the programs that were
-written without knowledge of the diagnosis, which all know their line. On a machine without a GPU only `run` is there.
+with `--set fresh`, `blind`, `unseen`, `served`, `sixth` and so on until `twentysixth` the programs that were
+written without knowledge of the diagnosis, which all know their line; the twenty-sixth want two GPUs. On a machine
+without a GPU only `run` is there.
 `benchmarks/diagnosis_truth.py --corpus OUT` grades them.
 """
 

@@ -861,9 +861,11 @@ import tenth_shapes  # noqa: E402, F401
 import thirteenth_shapes  # noqa: E402, F401
 import twelfth_shapes  # noqa: E402, F401
 import twentieth_shapes  # noqa: E402, F401
+import twentyfifth_shapes  # noqa: E402, F401
 import twentyfirst_shapes  # noqa: E402, F401
 import twentyfourth_shapes  # noqa: E402, F401
 import twentysecond_shapes  # noqa: E402, F401
+import twentysixth_shapes  # noqa: E402, F401
 import twentythird_shapes  # noqa: E402, F401
 import unseen_shapes  # noqa: E402, F401
 

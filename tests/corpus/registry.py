@@ -153,6 +153,8 @@ twentyfirst = series("twentyfirst", 0.95)
 twentysecond = series("twentysecond", 0.95)
 twentythird = series("twentythird", 0.95)
 twentyfourth = series("twentyfourth", 0.95)
+twentyfifth = series("twentyfifth", 0.95)
+twentysixth = series("twentysixth", 0.95)
 
 
 def plain(account: dict[str, float], line: str, or_lines: tuple[str, ...] = (), calm_share: float = 0.8) -> None:

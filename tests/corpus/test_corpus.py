@@ -34,9 +34,11 @@ from tenth_shapes import TENTH
 from thirteenth_shapes import THIRTEENTH
 from twelfth_shapes import TWELFTH
 from twentieth_shapes import TWENTIETH
+from twentyfifth_shapes import TWENTYFIFTH
 from twentyfirst_shapes import TWENTYFIRST
 from twentyfourth_shapes import TWENTYFOURTH
 from twentysecond_shapes import TWENTYSECOND
+from twentysixth_shapes import TWENTYSIXTH
 from twentythird_shapes import TWENTYTHIRD
 from unseen_shapes import UNSEEN
 
@@ -83,6 +85,8 @@ SERIES = {
     "twentysecond": (TWENTYSECOND, 22, 7),
     "twentythird": (TWENTYTHIRD, 20, 6),
     "twentyfourth": (TWENTYFOURTH, 22, 8),
+    "twentyfifth": (TWENTYFIFTH, 22, 7),
+    "twentysixth": (TWENTYSIXTH, 22, 7),
 }
 ON_THE_HOST = {
     name: programs for name, (programs, *_) in SERIES.items() if not all(one.needs_gpu for one in programs.values())
