@@ -16,8 +16,9 @@ import numpy as np
 from kvprobe.account.activity import Activity, activities
 from kvprobe.account.counted import by_counts
 from kvprobe.account.gpu import BEGINS_NS, links_of, stretches_of
-from kvprobe.account.lines import COPIES, HOST, OPEN, OUTSIDE_CALLS, Line, Unknown
+from kvprobe.account.lines import COPIES, HOST, OPEN, OUTSIDE_CALLS, STOOD, Line, Unknown
 from kvprobe.account.not_kept import fill_not_kept
+from kvprobe.account.other_gpus import tell_waits_for_others
 from kvprobe.account.samples import Samples, fill
 from kvprobe.account.stretches import NOBODY, Stretches, overlay
 from kvprobe.account.threads import Threads
@@ -166,7 +167,8 @@ class GpuAccount:
     @property
     def not_computing_ns(self) -> int:
         """Time that could be saved at most: waiting, for copies or the host."""
-        return self.ns(*COPIES, *HOST) + self.unknown_ns().get(Unknown.BETWEEN_OPERATIONS, 0)
+        unknown = self.unknown_ns()
+        return self.ns(*COPIES, *HOST) + sum(unknown.get(one, 0) for one in STOOD)
 
     @property
     def link_alone_ns(self) -> int:
@@ -327,7 +329,7 @@ class Account:
             mine = inside & (cut.cause == NOBODY) & among(cut.line, lines)
             open_ = np.flatnonzero(mine & (cut.line == Line.NOT_KNOWN))
             stood = whole[np.searchsorted(edges, cut.start[open_], "right") - 1] >= BEGINS_NS
-            mine[open_] = (cut.detail[open_] == Unknown.BETWEEN_OPERATIONS) & stood
+            mine[open_] = among(cut.detail[open_], STOOD) & stood
             if caller is not None:
                 mine &= cut.caller == caller
             ns = cut.sum_ns(mine)
@@ -378,9 +380,14 @@ def account_of(joined: Joined) -> Account:
     first = int(serving.from_ns.min()) if len(serving.from_ns) else serving.first_ns
     threads = Threads(joined, first, max(serving.end_ns, first))
     gpus = []
-    for gpu in activities(joined):
-        begin = _begin(joined, gpu)
-        whole = stretches_of(joined, gpu, threads, begin, max(serving.end_ns, begin))
+    seen = list(activities(joined))
+    begins = [_begin(joined, gpu) for gpu in seen]
+    cut = [
+        stretches_of(joined, gpu, threads, begin, max(serving.end_ns, begin))
+        for gpu, begin in zip(seen, begins, strict=True)
+    ]
+    tell_waits_for_others(list(zip(seen, cut, strict=True)))
+    for gpu, begin, whole in zip(seen, begins, cut, strict=True):
         stretches, counts = by_counts(whole, gpu)
         samples = fill_not_kept(stretches, threads, fill(stretches, gpu, threads, counts))
         inside = (gpu.end > begin) & (gpu.start < serving.end_ns)

@@ -15,6 +15,7 @@ __all__ = [
     "LINE_TITLES",
     "OPEN",
     "OUTSIDE_CALLS",
+    "STOOD",
     "Line",
     "Unknown",
     "line_of_calls",
@@ -100,6 +101,7 @@ class Unknown(IntEnum):
     BETWEEN_REQUESTS = 6
     OUTSIDE = 7
     NOT_KEPT = 8
+    ANOTHER_GPU = 9
 
     @property
     def key(self) -> str:
@@ -119,9 +121,17 @@ class Unknown(IntEnum):
             Unknown.BETWEEN_REQUESTS: "nothing shows whether the thread waited for a request or prepared one",
             Unknown.NOT_KEPT: "most calls of that time were counted, and not kept one by one",
             Unknown.OUTSIDE: "the process waited for something outside CUDA: a socket, a file or a timer",
+            Unknown.ANOTHER_GPU: "work was submitted, and the GPU waited for another GPU",
         }[self]
 
+    @property
+    def title(self) -> str:
+        """The name of its line."""
+        return "waiting for another GPU" if self == Unknown.ANOTHER_GPU else f"not known: {self.text}"
 
+
+# Nothing ran, and what runs next had been submitted.
+STOOD = (Unknown.BETWEEN_OPERATIONS, Unknown.ANOTHER_GPU)
 # Nothing ran, and nothing shows whether the thread had been asked for anything.
 OPEN = (Unknown.BETWEEN_REQUESTS, Unknown.OUTSIDE)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from kvprobe.account import COPIES, HOST, OPEN, Account, GpuAccount, Line
+from kvprobe.account import COPIES, HOST, OPEN, Account, GpuAccount, Line, Unknown
 from kvprobe.diagnosis import FULL_QUEUE, UNEXPLAINED
 from kvprobe.durations import percent_text, time_text
 from kvprobe.launchqueue.constants import WARNING_SHARE
@@ -44,6 +44,7 @@ _COPIES = (
 _LONGER = f"record for longer, and {_COPIES}"
 _DEVICE = "record with device activity: `kvprobe run --nsys`, `nsys profile -t cuda`, or torch.profiler with CUDA"
 _REQUESTS = "record where threads sleep: `kvprobe run --nsys`, or `nsys profile -t cuda,nvtx,osrt`"
+_ALL_AT_ONCE = "keep a batch in flight for each GPU, or split each layer over the GPUs, and record again"
 _LAUNCHES = "record every launch and event call: `kvprobe run --detail launches`"
 _DETAIL = "keep more calls: `kvprobe run --max-size`, or a shorter run"
 
@@ -236,6 +237,8 @@ def not_known_of(gpu: GpuAccount) -> MissingPart | None:
             parts = (f"for {percent_text(ns / gpu.window_ns)}, {one.text}" for one, ns in open_ns.items())
             reasons = ": " + "; and ".join(parts)
         return MissingPart(f"for {percent_text(share)} of the time the GPU had nothing to run{reasons}", _REQUESTS)
+    if why == Unknown.ANOTHER_GPU:
+        return MissingPart(f"for {percent_text(share)} of the time, a GPU waited for another GPU", _ALL_AT_ONCE)
     what = f"for {percent_text(share)} of the time, it is not known what the GPU did, because {why.text}"
     return MissingPart(what, _DEVICE)
 

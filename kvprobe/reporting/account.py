@@ -40,7 +40,7 @@ def _lines(gpu: GpuAccount) -> Iterator[tuple[str, int, float]]:
             title = LINE_TITLES[line] + _link(gpu, line) + _estimated(gpu, line) + _mostly(gpu, line)
             yield title, ns, ns / gpu.window_ns
     for reason, ns in gpu.unknown_ns().items():
-        yield f"not known: {reason.text}{_mostly(gpu, reason)}", ns, ns / gpu.window_ns
+        yield f"{reason.title}{_mostly(gpu, reason)}", ns, ns / gpu.window_ns
 
 
 def _mostly(gpu: GpuAccount, what: Line | Unknown) -> str:

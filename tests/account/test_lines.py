@@ -13,8 +13,8 @@ from kvprobe.recordings.model import CallKind, Memory
 
 def test_lines_and_reasons_are_numbered_from_nought_and_have_words():
     assert [int(one) for one in Line] == list(range(16)) == [int(one) for one in LINE_TITLES]
-    assert [int(one) for one in Unknown] == list(range(9))  # below nought is no reason
-    assert len({one.text for one in Unknown}) == 9 and len(set(LINE_TITLES.values())) == 16
+    assert [int(one) for one in Unknown] == list(range(10))  # below nought is no reason
+    assert len({one.text for one in Unknown}) == 10 and len(set(LINE_TITLES.values())) == 16
     assert Line.FULL_QUEUE.key == "full_queue" and Unknown.NO_CALL.key == "no_call"
     assert set(Line) == {Line.COMPUTING, *COPIES, *IDLE} and set(HOST) < set(IDLE)
 
