@@ -21,6 +21,8 @@ __all__ = ["COPY_KERNELS", "Activity", "activities"]
 # Kernels that copy between CPU and GPU: ours, SGLang's and LMCache's. A copy kernel is a copy.
 COPY_KERNELS = ("kvp_copy_", "transfer_kernel_impl", "multi_layer_kv_transfer", "single_layer_kv_transfer")
 
+# Copies of a batch begin when its call returns, so many at least (`python benchmarks/batch_begins.py` on an H200).
+AT_ONCE = 3_000
 # A call that is inside another thread's allocation for so long waits for the lock of its context: to submit takes less.
 HELD_NS = 1_000_000
 
@@ -197,8 +199,9 @@ def _submitted(joined: Joined) -> tuple[Array, Array, Array, Array, Array]:
 
     A span's call is the last one before it on its stream that was kept. What begins in a stream that was idle began
     when its submission returned, by the way marks are read; launches are counted and not kept one by one. A copy of
-    pageable memory is there while its bytes are on the link (see `pageable`). A copy whose call waited while another
-    thread allocated or pinned memory began behind that: it is the other's.
+    pageable memory is there while its bytes are on the link (see `pageable`). Copies of a batch that an idle stream was
+    given begin as its call returns. A copy whose call waited while another thread allocated or pinned memory began
+    behind that: it is the other's.
     """
     spans = joined.recording.spans
     begun, ended = spans["start_ns"].copy(), spans["end_ns"].copy()
@@ -228,7 +231,13 @@ def _submitted(joined: Joined) -> tuple[Array, Array, Array, Array, Array]:
             spans["direction"][of],
             _at_link_rate(joined, of),
         )
-        first = np.flatnonzero((joined.end[call] > start[mine[known]]) & (spans["engine"][mine[known]] == Engine.COPY))
+        copies = spans["engine"][mine[known]] == Engine.COPY
+        late = ~busy & copies & (joined.kind[call] == CallKind.BATCH) & (joined.count[call] <= AT_ONCE)
+        of, by = mine[known[late]], call[late]
+        entered[of], returned[of] = joined.start[by], joined.end[by]
+        latest = ended[of] - _at_link_rate(joined, of).astype(np.int64)
+        begun[of] = np.maximum(begun[of], np.minimum(joined.end[by], latest))
+        first = np.flatnonzero((joined.end[call] > start[mine[known]]) & copies)
         holder = _holders(joined, call[first])
         of, first, holder = mine[known[first[holder >= 0]]], first[holder >= 0], holder[holder >= 0]
         latest = ended[of] - _at_link_rate(joined, of).astype(np.int64)
