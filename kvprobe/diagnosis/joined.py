@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = ["SLOW_NS", "Array", "JoinedRecording", "Ledger", "ms", "share", "size"]
 
 CRITICAL = 0.10
+IDLE = "The GPU was idle for {lost}"  # how titles of gaps begin
 ALIKE = 0.98  # what GPUs lost: closer together, a title names none of them
 LOUD = 0.3  # of a GPU's time with work to do: what no cause explains is critical from here, a warning from CRITICAL
 
@@ -121,17 +122,22 @@ def _within(places: Sequence[Where], lost_ns: int) -> tuple[Where, ...]:
 
 
 def of_gpus(title: str, device: Array, lost: Array) -> str:
-    """The title of what executions on several GPUs lost: the worst one's time; where copies are counted, the sum."""
+    """The title of what several GPUs lost: the worst one's time; where calls or gaps are counted, the sum."""
     gpus, place = np.unique(device, return_inverse=True)
     if len(gpus) < 2 or "{lost}" not in title:
         return title
+    if "{calls}" in title and title.startswith(IDLE):
+        return title.replace(IDLE, f"{len(gpus)} GPUs were idle for {{lost}} together", 1)
     if "{calls}" in title:
         return f"{title}, added up over {len(gpus)} GPUs"
     each = np.bincount(place, weights=lost)
     worst = int(each.argmax())
     alike = each.min() > ALIKE * each.max()
     whose = f"each of {len(gpus)} GPUs" if alike else f"GPU {gpus[worst]} (the worst of {len(gpus)})"
-    return title.replace("{lost}", f"{ms(int(each[worst]))} on {whose}")
+    ns = ms(int(each[worst]))
+    if title.startswith(IDLE):
+        return title.replace(IDLE, f"{whose[0].upper()}{whose[1:]} was idle for {ns}", 1)
+    return title.replace("{lost}", f"{ns} on {whose}")
 
 
 class JoinedRecording(UsualCosts):
@@ -391,6 +397,7 @@ class JoinedRecording(UsualCosts):
             explained = self.explainer.gaps(cause, loss.gaps, loss.in_calls)
             if loss.on == "device" and explained.gpus_ns:  # one figure: what the account's lines say of these gaps
                 loss = replace(loss, ns=explained.gpus_ns)
+                title = self._of_claims(title, cause)
         elif loss.copies is not None and confidence != "cannot tell":
             explained = self._of_copies(cause, loss.copies, loss.ns)
         elif loss.stretches is not None and confidence != "cannot tell":
@@ -399,6 +406,13 @@ class JoinedRecording(UsualCosts):
         elif loss.spans is not None and confidence != "cannot tell":
             explained = self.explainer.copies(cause, loss.spans, loss.ns)
         return self._finding(cause, title, confidence, loss, explanation, explained)
+
+    def _of_claims(self, title: str, cause: str) -> str:
+        """The title of what a cause has claimed of several GPUs."""
+        gpus = self.account.gpus
+        each = np.array([self.account.claimed_ns(gpu, cause, tuple(Line)) for gpu in gpus])
+        lost = each > 0
+        return of_gpus(title, np.array([gpu.device for gpu in gpus])[lost], each[lost])
 
     def line_finding(
         self, cause: str, title: str, gpu: GpuAccount, loss: Loss, **explanation: Unpack[Explanation]
@@ -411,6 +425,7 @@ class JoinedRecording(UsualCosts):
         part = loss.ns / gpu.asked_ns if gpu.asked_ns > 0 else 0.0
         if part < CRITICAL or gpu.window_ns < LEAST_NS:
             return None
+        title = title.replace("The GPU", self._subject(gpu), 1)
         few = loss.ns < LEAST_NS
         explanation["severity"] = "info" if few else "critical" if part >= LOUD else "warning"
         return self._finding(
@@ -421,6 +436,14 @@ class JoinedRecording(UsualCosts):
             explanation,
             ExplainedTime(loss.ns, gpu.window_ns, 0, self.explainer.take(loss.ns)),
         )
+
+    def _subject(self, gpu: GpuAccount) -> str:
+        """What a title calls the GPU that lost most, where others were seen as well."""
+        seen = sum(one.seen for one in self.account.gpus)
+        if seen < 2 or gpu.device < 0:
+            return "The GPU"
+        rank = f" of rank {gpu.ranks[0]}" if gpu.ranks and gpu.ranks[0] >= 0 else ""
+        return f"GPU {gpu.device}{rank} (the worst of {seen})"
 
     def line_question(
         self, cause: str, title: str, gpu: GpuAccount, loss: Loss, evidence: Sequence[Evidence], lacks: str

@@ -52,7 +52,9 @@ def test_usual_costs_that_rose_make_a_recording_worse(kvprobe, shared_data: Path
     pair = (shared_data / f"nsys-ai/mfu_2gpu_{side}.sqlite" for side in ("before", "after"))
     _, out, _ = kvprobe("diff", *pair)
     said = " ".join(out.split())
-    assert "mfu_2gpu_after.sqlite is worse than mfu_2gpu_before.sqlite: “The GPU waited 50.3 ms for the host" in said
+    assert (
+        "mfu_2gpu_after.sqlite is worse than mfu_2gpu_before.sqlite: “GPU 0 (the worst of 2) waited 50.3 ms for" in said
+    )
     assert "a typical submission is 1.49" in said
     assert "which costs the threads 2.5% of their time." in said
 

@@ -3,6 +3,7 @@
 Two recordings of an H200 become one of a process with two GPUs, each with the threads and streams that it had.
 """
 
+import re
 import sys
 from pathlib import Path
 
@@ -81,6 +82,22 @@ def test_a_gpu_beside_which_the_other_one_computes_is_told_what_it_is_told_alone
     assert [(one.cause, one.severity) for one in found if one.severity != "info"] == [
         (one.cause, one.severity) for one in alone if one.severity != "info"
     ]
+
+
+@pytest.mark.parametrize(
+    ("program", "title"),
+    [
+        ("torch_tokens_handled_in_python", r"2 GPUs were idle for \d+ ms together, in [\d,]+ gaps, while the host"),
+        ("kv_of_each_request_loaded_when_it_comes", r"GPU 0 \(the worst of 2\) waited \d+ ms for loads"),
+        ("a_layer_ahead_with_more_bytes_than_compute", r"only copies ran for \d+ ms on each of 2 GPUs"),
+    ],
+)
+def test_a_title_says_of_which_gpu_it_is_or_of_how_many(program, title, tmp_path):
+    both = of_one_process(merge([on_gpu(opened(program, tmp_path), gpu) for gpu in (0, 1)]))
+    both.window = serving_window(opened(program, tmp_path))
+    first = examine(both)[0]
+    assert re.search(title, first.title)
+    assert not first.title.startswith("The GPU")
 
 
 def copies_alone(rate, steps=300):
