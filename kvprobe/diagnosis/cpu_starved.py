@@ -26,10 +26,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvprobe.account import Line
+from kvprobe.account import Line, Times
 from kvprobe.diagnosis.finding import Change, Evidence, Finding, Loss, NotLookedFor, cause_of
 from kvprobe.diagnosis.joined import Array, JoinedRecording, ms, share
 from kvprobe.diagnosis.pauses import long_pauses
+from kvprobe.recordings.assemble import among
 from kvprobe.recordings.intervals import distinct
 
 CAUSE = cause_of(__name__)
@@ -214,6 +215,16 @@ def _inside_calls(joined: JoinedRecording, inside: _CpuWait, between: _CpuWait |
     )
 
 
+def _waited_for(joined: JoinedRecording, callers: Array) -> Times:
+    """Where GPUs waited for these threads while they had no CPU, as the account has it."""
+    parts = [(joined.start[:0], joined.start[:0], joined.start[:0])]
+    for place, gpu in enumerate(joined.account.gpus):
+        cut = gpu.stretches
+        mine = (cut.line == PROVES) & among(cut.caller, callers)
+        parts.append((cut.start[mine], cut.end[mine], np.full(int(mine.sum()), place)))
+    return Times(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
 def _between_calls(joined: JoinedRecording, between: _CpuWait, inside: _CpuWait | None) -> Finding | None:
     rows, lost = between.rows, between.lost_ns
     pauses = long_pauses(joined)
@@ -245,6 +256,7 @@ def _between_calls(joined: JoinedRecording, between: _CpuWait, inside: _CpuWait 
             window=(int(pauses.start[mine].min()), int(pauses.end[mine].max())),
             span_ns=span,
             places=joined.places(rows, between.ns),
+            gaps=_waited_for(joined, distinct(joined.caller[rows])),
         ),
         evidence=evidence,
         cure=_cure(by_quota),
