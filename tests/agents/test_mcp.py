@@ -14,7 +14,6 @@ import runpy
 import shutil
 import sqlite3
 import sys
-import tarfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from kvprobe.agents.answers import MOST_CHARACTERS
 from kvprobe.commands._tools import MOST_ROWS
 from kvprobe.output import schema_of
 from kvprobe.recordings.parquet import write
+from tests.packed import extract
 
 anyio = pytest.importorskip("anyio")
 pytest.importorskip("mcp")
@@ -148,8 +148,7 @@ def ten(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name in RECORDINGS:
         source, short = DATA / name, Path(name).name.partition(".")[0]
         if name.endswith(".tar.gz"):
-            with tarfile.open(source) as tar:
-                tar.extractall(folder / short, filter="data")
+            extract(source, folder / short)
             (found[short],) = [path.parent for path in (folder / short).rglob("run.json")]
         elif name.endswith(".sqlite.gz"):
             found[short] = folder / Path(name).stem

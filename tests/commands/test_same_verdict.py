@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
 import time
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from kvprobe.probe.live import Live, find_rings
 from kvprobe.recordings import open_recording
 from kvprobe.recordings.serving import serving_window
 from tests import public_recordings
+from tests.packed import extract
 
 GPU_DATA = Path(__file__).parents[1] / "gpu" / "data"
 RECORDINGS = [
@@ -60,8 +60,7 @@ BEYOND_TOP = {"channels_exhausted", "aliased_stream", "context_lock_stall"}
 
 
 def unpacked(packed: Path, into: Path) -> Path:
-    with tarfile.open(packed) as archive:
-        archive.extractall(into, filter="data")
+    extract(packed, into)
     return into / packed.name.removesuffix(".kvprobe.tar.gz")
 
 

@@ -61,7 +61,8 @@ def unpack(path: Path, into: Path) -> Path:
     """A recording as the readers take it."""
     if path.name.endswith(".tar.gz"):
         with tarfile.open(path) as packed:
-            packed.extractall(into, filter="data")
+            packed.extraction_filter = getattr(tarfile, "data_filter", None)  # type: ignore[assignment]
+            packed.extractall(into)
         return into / path.name.removesuffix(".kvprobe.tar.gz")
     if path.name.endswith(".sqlite.gz"):
         plain = into / path.name.removesuffix(".gz")

@@ -15,7 +15,6 @@ And one with nothing wrong: weights_fetched_a_layer_ahead, where copies at 42 GB
 
 from __future__ import annotations
 
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -23,6 +22,7 @@ import pytest
 from kvprobe.diagnosis import examine
 from kvprobe.diagnosis.verdict import of_recording
 from kvprobe.recordings import open_recording
+from tests.packed import extract
 
 OTHERS = Path(__file__).parents[1] / "gpu" / "data" / "others"
 
@@ -30,8 +30,7 @@ OTHERS = Path(__file__).parents[1] / "gpu" / "data" / "others"
 def examined(name, form, folder):
     path = OTHERS / f"{name}.json.gz"
     if form == "run":
-        with tarfile.open(OTHERS / f"{name}.kvprobe.tar.gz") as packed:
-            packed.extractall(folder, filter="data")
+        extract(OTHERS / f"{name}.kvprobe.tar.gz", folder)
         path = folder / name
     recording = open_recording([path])
     found = examine(recording)

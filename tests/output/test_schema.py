@@ -13,7 +13,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import jsonschema
@@ -21,6 +20,7 @@ import pytest
 
 from kvprobe import cli
 from kvprobe.output import DOCUMENTS, SCHEMA_VERSION, TRIAGE, VERSION_KEY, schema, schema_of
+from tests.packed import extract
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "gpu" / "data"
@@ -63,8 +63,7 @@ def unpacked(name: str, folder: Path) -> Path:
     """A recording of tests/gpu/data, ready to be read."""
     source = DATA / name
     if name.endswith(".tar.gz"):
-        with tarfile.open(source) as tar:
-            tar.extractall(folder / source.stem, filter="data")
+        extract(source, folder / source.stem)
         (inner,) = [path.parent for path in (folder / source.stem).rglob("run.json")] or [folder / source.stem]
         return inner
     if name.endswith(".sqlite.gz"):

@@ -1,7 +1,6 @@
 """One figure for one thing on the page: each says of what it is, and no two of them contradict each other."""
 
 import re
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ from kvprobe.recordings import open_recording
 from kvprobe.reporting.compared import cost_text
 from kvprobe.reporting.recorded import view
 from kvprobe.reporting.units import NONE
+from tests.packed import extract
 
 DATA = Path(__file__).resolve().parents[1] / "gpu" / "data"
 FULL = DATA / "accounts" / "nsys" / "stores_of_a_prefill_hold_back_the_next_one.sqlite.gz"
@@ -119,8 +119,7 @@ def test_a_cost_of_nothing_is_no_share_of_a_time():
 
 
 def test_a_stream_that_is_left_out_and_a_device_seen_by_marks_are_spoken_of_as_they_are(tmp_path):
-    with tarfile.open(DATA / "corpus" / "run" / "thousands_of_small_stores.kvprobe.tar.gz") as packed:
-        packed.extractall(tmp_path, filter="data")
+    extract(DATA / "corpus" / "run" / "thousands_of_small_stores.kvprobe.tar.gz", tmp_path)
     recording = open_recording([tmp_path / "thousands_of_small_stores"])
     said = str(view(recording, diagnose(recording)))
     assert "1 more stream is not drawn: it had at most 1 outstanding." in said
