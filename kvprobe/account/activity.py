@@ -22,7 +22,7 @@ __all__ = ["COPY_KERNELS", "Activity", "activities"]
 COPY_KERNELS = ("kvp_copy_", "transfer_kernel_impl", "multi_layer_kv_transfer", "single_layer_kv_transfer")
 
 # Copies of a batch begin when its call returns, so many at least (`python benchmarks/batch_begins.py` on an H200).
-AT_ONCE = 3_000
+BATCH_COPIES = 3_000
 # A call that is inside another thread's allocation for so long waits for the lock of its context: to submit takes less.
 HELD_NS = 1_000_000
 
@@ -232,7 +232,7 @@ def _submitted(joined: Joined) -> tuple[Array, Array, Array, Array, Array]:
             _at_link_rate(joined, of),
         )
         copies = spans["engine"][mine[known]] == Engine.COPY
-        late = ~busy & copies & (joined.kind[call] == CallKind.BATCH) & (joined.count[call] <= AT_ONCE)
+        late = ~busy & copies & (joined.kind[call] == CallKind.BATCH) & (joined.count[call] <= BATCH_COPIES)
         of, by = mine[known[late]], call[late]
         entered[of], returned[of] = joined.start[by], joined.end[by]
         latest = ended[of] - _at_link_rate(joined, of).astype(np.int64)

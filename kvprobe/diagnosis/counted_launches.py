@@ -14,6 +14,7 @@ from kvprobe.account import GpuAccount, Line
 from kvprobe.account.stretches import NOBODY, How
 from kvprobe.diagnosis.joined import Array, JoinedRecording
 from kvprobe.recordings.assemble import among
+from kvprobe.recordings.joined import on_gpu
 from kvprobe.recordings.model import CallKind, Engine
 
 __all__ = ["CountedGaps", "counted_gaps", "counts_launches", "launched_much"]
@@ -74,8 +75,7 @@ def counted_gaps(joined: JoinedRecording, gpu: GpuAccount, caller: int, short_ns
     if not many <= short.sum() <= launches or 2 * cut.sum_ns(short) < cut.sum_ns(seen):
         return None
     mine &= short | (cut.how == How.SAMPLED)
-    process = int(joined.process[np.argmax(joined.caller == caller)])
-    kernels = (spans["engine"] == Engine.KERNEL) & (spans["process"] == process) & (spans["count"] > 0)
+    kernels = (spans["engine"] == Engine.KERNEL) & on_gpu(spans, gpu) & (spans["count"] > 0)
     ran = int((spans["end_ns"] - spans["start_ns"])[kernels].sum())
     return CountedGaps(
         cut.start[mine],

@@ -71,10 +71,9 @@ class _Fence(NamedTuple):
 
 def _fence(joined: JoinedRecording, rows: Array, ns: Array) -> _Fence:
     told = int((joined.is_named("streamwaitevent") & np.isin(joined.stream, np.unique(joined.stream[rows]))).sum())
-    start, end = joined.start[rows], joined.end[rows]
-    kernels = int((2 * joined.busy(Engine.KERNEL).within(start, end) > ns).sum())
-    copies = 0 if kernels else int((2 * joined.busy(Engine.COPY).within(start, end) > ns).sum())
-    ran = joined.busy(*Engine).within(start, end)
+    kernels = int((2 * joined.busy_inside(rows, Engine.KERNEL) > ns).sum())
+    copies = 0 if kernels else int((2 * joined.busy_inside(rows, Engine.COPY) > ns).sum())
+    ran = joined.busy_inside(rows, *Engine)
     seen = joined.recording.has_executions and not kernels and not copies
     idle = int((2 * ran < ns).sum()) if seen else 0
     idle = idle if 2 * idle > len(rows) else 0

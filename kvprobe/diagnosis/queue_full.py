@@ -342,7 +342,7 @@ def _lonely(joined: UsualCosts, queue: StreamOccupancy) -> tuple[Array, Array]:
     fenced = still.copy()
     if not depth:  # then the fence itself must be seen: a wait, and the kernel that is waited for
         told = ascending(joined.start[joined.is_named("streamwaitevent") & (joined.stream == queue.stream)])
-        busy = joined.busy(Engine.KERNEL).within(joined.start[top], joined.end[top])
+        busy = joined.busy_inside(top, Engine.KERNEL)
         fenced &= (np.searchsorted(told, joined.start[top]) > 0) & (10 * busy > 8 * joined.dur[top])
     behind = _behind_one(joined, queue, top) | (still & _let_go(joined, queue, top))
     held = np.zeros(len(top), dtype=bool)

@@ -70,9 +70,9 @@ def _between(joined: JoinedRecording, rows: Array, compute: Cover | None) -> int
 
 
 def _compute(joined: JoinedRecording, rows: Array) -> Cover:
-    """When kernels of the copies' processes ran."""
+    """When kernels of the copies' GPUs ran."""
     table = joined.recording.executions
-    kernels = (table["engine"] == Engine.KERNEL) & among(table["process"], distinct(table["process"][rows]))
+    kernels = (table["engine"] == Engine.KERNEL) & among(joined.x_gpu, distinct(joined.x_gpu[rows]))
     return Cover(joined.x_start[kernels], joined.x_end[kernels])
 
 

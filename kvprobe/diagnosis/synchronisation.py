@@ -107,9 +107,9 @@ def _read_back(joined: JoinedRecording, rows: Array, last: Array, kernels: Array
         & ~joined.is_named("event")[rows]
     )
     if joined.recording.has_executions and mask.any():
-        for process in distinct(joined.process[rows[mask]]):
-            mine = np.flatnonzero(mask & (joined.process[rows] == process))
-            theirs = joined.recording.executions["process"] == process
+        for gpu in distinct(joined.call_gpu[rows[mask]]).tolist():
+            mine = np.flatnonzero(mask & (joined.call_gpu[rows] == gpu))
+            theirs = joined.meant_by(gpu, joined.recording.executions)
             busy = Cover(joined.x_start[theirs], joined.x_end[theirs])
             end = joined.end[rows[mine]]
             mask[mine] = busy.within(end, end + IDLE_NS) == 0

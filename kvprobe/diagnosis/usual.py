@@ -158,6 +158,17 @@ class UsualCosts(Joined):
             keep &= table["direction"] == direction
         return Cover(self.x_start[keep], self.x_end[keep])
 
+    def busy_inside(self, rows: Array, *engines: Engine) -> Array:
+        """For how long, inside each of these calls, its GPU executed something of these kinds; (rows,) int64 ns."""
+        out, table = np.zeros(len(rows), dtype=np.int64), self.recording.executions
+        of_kind = among(table["engine"], engines)
+        for gpu in distinct(self.call_gpu[rows]).tolist():
+            mine = self.call_gpu[rows] == gpu
+            theirs = of_kind & self.meant_by(gpu, table)
+            ran = Cover(self.x_start[theirs], self.x_end[theirs])
+            out[mine] = ran.within(self.start[rows[mine]], self.end[rows[mine]])
+        return out
+
     # ---- the queue ----------------------------------------------------------------------------------------------
 
     @cached_property

@@ -143,7 +143,7 @@ def _between_kernels(joined: JoinedRecording, rows: Array) -> Array:
     table = joined.recording.executions
     if len(rows) < MANY:
         return rows[:0]
-    mine = table["process"] == table["process"][rows[0]]
+    mine = joined.x_gpu == joined.x_gpu[rows[0]]
     kernels = in_time(np.flatnonzero(mine & (table["engine"] == Engine.KERNEL)), joined.x_start)
     if not len(kernels):
         return rows[:0]
