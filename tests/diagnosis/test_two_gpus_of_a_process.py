@@ -84,6 +84,14 @@ def test_a_gpu_beside_which_the_other_one_computes_is_told_what_it_is_told_alone
     ]
 
 
+def test_what_a_stream_waited_for_is_not_what_the_other_gpu_ran(tmp_path):
+    program = "kernels_and_copies_behind_a_callback"
+    both = of_one_process(merge([on_gpu(opened(program, tmp_path), 0), on_gpu(opened(CALM, tmp_path), 1)]))
+    both.window = serving_window(opened(program, tmp_path))
+    (fence,) = [one for one in examine(both) if one.cause == "fence_before_copies"]
+    assert "while the stream waited for a host function (cudaLaunchHostFunc)" in fence.title
+
+
 @pytest.mark.parametrize(
     ("program", "title"),
     [
